@@ -1,0 +1,1 @@
+"""Judgement: pure functions over frozen records. No clock, network, subprocess or torch in here."""

@@ -1,0 +1,213 @@
+"""Checkpoints: manifest, structure, states, which one to resume from, and which ones to keep.
+
+Commit rule: the manifest is written last. A folder without a manifest that verifies is not a checkpoint.
+Layout on every tier: `<tier>/<name>/<run>/checkpoints/step-<8 digits>.a<attempt>/`.
+
+States of one checkpoint on one tier, and who sets them:
+
+    saved        the child, by committing the manifest
+    verified     whoever read it back (flow or copier): digests, structure and finite values are right
+    durable      the copier, when a verified copy stands on a tier that survives the machine
+    quarantined  whoever found it damaged: kept with the reason, never chosen
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, JsonValue, field_validator
+
+from everstep.core.dataset import FileEntry
+from everstep.core.record import Record, Versioned
+
+NAME = re.compile(r"^step-(\d{8})\.a(\d+)$")
+MANIFEST = "manifest.json"
+
+
+class State(StrEnum):
+    """What is known of a checkpoint on a tier; see the module for who sets it."""
+
+    saved = "saved"
+    verified = "verified"
+    durable = "durable"
+    quarantined = "quarantined"
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """A checkpoint's identity within its run; a newer step is greater, then a newer attempt."""
+
+    step: int
+    attempt: int
+
+    @property
+    def folder(self) -> str:
+        return f"step-{self.step:08d}.a{self.attempt}"
+
+    @classmethod
+    def parse(cls, folder: str) -> Self | None:
+        """The key in a folder's name, or None if it is no checkpoint's folder."""
+        match = NAME.match(folder)
+        key = cls(int(match[1]), int(match[2])) if match else None
+        return key if key and key.folder == folder else None
+
+
+class Manifest(Versioned):
+    """What a checkpoint consists of. Written last; its presence is the commit."""
+
+    job: str
+    run: str
+    attempt: int = Field(ge=1)
+    step: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    parent_step: int = Field(ge=0)
+    samples: int = Field(ge=0)
+    dataset_fingerprint: str = ""
+    code_version: str = ""
+    time: float
+    metrics: dict[str, float | str] = {}
+    files: tuple[FileEntry, ...]
+
+    @field_validator("files")
+    @classmethod
+    def _each_once(cls, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        paths = [entry.path for entry in files]
+        if len(set(paths)) != len(paths) or MANIFEST in paths:
+            raise ValueError("files name one path twice, or the manifest itself")
+        return files
+
+    @property
+    def key(self) -> Key:
+        return Key(self.step, self.attempt)
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+
+class TensorShape(Record):
+    """Dtype (safetensors' word, e.g. F32) and shape of a stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Structure(Versioned):
+    """`structure.json` of a run: what every checkpoint of it must hold. Written once, before the first save.
+
+    `model` has the names, dtypes and shapes of the model's state; `tensors` counts nothing else, because an optimizer
+    grows its state with its first step. Batch size and environment are compared on resume.
+    """
+
+    batch_size: int
+    model: dict[str, TensorShape]
+    parameters: tuple[str, ...]
+    world_size: int
+    threads: int
+    torch_version: str
+    processor: str
+
+
+class Verification(Record):
+    """The result of an independent read of one checkpoint on one tier."""
+
+    ok: bool
+    file: str = ""
+    why: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+    manifest_digest: str = ""
+
+
+class Mark(Versioned):
+    """A state of a checkpoint on a tier, with its reason; rests in `marks/` of the run directory."""
+
+    checkpoint: str
+    tier: str
+    state: State
+    time: float
+    reason: str = ""
+    manifest_digest: str = ""
+
+
+class AttemptClaim(Versioned):
+    """`attempts/<n>.json` on the persistent tier, made by exclusive create: the fencing token of a run."""
+
+    attempt: int = Field(ge=1)
+    resumed_from: int = Field(ge=0, description="Step of the checkpoint it resumed from; 0 for a new start.")
+    checkpoint: str = ""
+    host: str
+    pid: int
+    boot: str
+    flow_run: str = ""
+    time: float
+
+
+class RunRecord(Versioned):
+    """`run.json`: the run's identity, written when it is created."""
+
+    name: str
+    run: str
+    fingerprint: str
+    dataset_fingerprint: str
+    created: float
+    program: str
+    seed: int
+    config: dict[str, JsonValue]
+    flow_run: str = ""
+    threads: int
+    code_version: str = ""
+
+
+def abandoned(key: Key, claims: Mapping[int, int]) -> bool:
+    """Whether a later attempt went back behind this checkpoint.
+
+    `claims` maps each claimed attempt to the step it resumed from. A checkpoint beyond the step from which any later
+    attempt resumed belongs to a history that was left, however late its copy arrives.
+    """
+    return any(attempt > key.attempt and resumed < key.step for attempt, resumed in claims.items())
+
+
+def candidates(keys: Iterable[Key], claims: Mapping[int, int]) -> list[Key]:
+    """The checkpoints that may be resumed from, best first: not abandoned, newest step, newest attempt."""
+    return sorted((key for key in set(keys) if not abandoned(key, claims)), reverse=True)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One checkpoint on one tier, as retention sees it."""
+
+    key: Key
+    verified: bool = False
+    quarantined: bool = False
+    in_use: bool = False
+    pinned: bool = False
+    copied: bool = True
+    metric: float | None = None
+
+
+def removable(tier: Sequence[Kept], keep: int, claims: Mapping[int, int], best_mode: str = "min") -> list[Key]:
+    """The checkpoints that retention may delete from a tier.
+
+    Kept are: the newest `keep` verified ones, every one that is newer than the newest verified (it may still be
+    judged), the best by its metric, pinned ones, those being copied or read, those with no copy elsewhere yet, and
+    quarantined ones (evidence). With nothing verified, nothing is deleted.
+    """
+    good = sorted((one for one in tier if one.verified and not one.quarantined), key=lambda one: one.key, reverse=True)
+    current = [one for one in good if not abandoned(one.key, claims)]
+    if not current:
+        return []
+    newest = {one.key for one in current[:keep]}
+    measured = [one for one in current if one.metric is not None and one.metric == one.metric]
+    sign = 1.0 if best_mode == "min" else -1.0
+    best = min(measured, key=lambda one: (sign * (one.metric or 0.0), -one.key.step), default=None)
+    return [
+        one.key
+        for one in sorted(tier, key=lambda one: one.key)
+        if one.key not in newest
+        and (one.key < current[0].key or abandoned(one.key, claims))
+        and not (one.quarantined or one.in_use or one.pinned or not one.copied)
+        and not (best is not None and one.key == best.key)
+    ]

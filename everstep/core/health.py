@@ -1,0 +1,60 @@
+"""The words in which findings, verdicts and decisions speak: actions, severities and the verdict itself.
+
+What fills a verdict (samples, Xid events, logs) comes with the GPU health room; recovery already speaks its words.
+"""
+
+from enum import StrEnum
+
+from everstep.core.record import Record
+
+
+class Severity(StrEnum):
+    """How bad; ordered from worst to least by `rank`."""
+
+    critical = "critical"
+    high = "high"
+    medium = "medium"
+    low = "low"
+
+    @property
+    def rank(self) -> int:
+        return list(Severity).index(self)
+
+
+class Action(StrEnum):
+    """What the fleet does about a finding. Sources for each code stand in the catalogues."""
+
+    ignore_log = "ignore_log"
+    log_then_reset_gpu_when_idle = "log_then_reset_gpu_when_idle"
+    retry_backoff = "retry_backoff"
+    restart_app = "restart_app"
+    diagnose_then_restart = "diagnose_then_restart"
+    remount_then_restart = "remount_then_restart"
+    follow_primary = "follow_primary"
+    fix_app = "fix_app"
+    fix_config = "fix_config"
+    free_space = "free_space"
+    check_storage = "check_storage"
+    check_network = "check_network"
+    reset_gpu = "reset_gpu"
+    drain_then_reset_gpu = "drain_then_reset_gpu"
+    reboot_node = "reboot_node"
+    drain_replace = "drain_replace"
+
+
+class State(StrEnum):
+    """What the gates say of a node or GPU. Unknown is not failed."""
+
+    healthy = "healthy"
+    suspect = "suspect"
+    failed = "failed"
+    unknown = "unknown"
+
+
+class Verdict(Record):
+    """A judgement that carries what to do."""
+
+    state: State
+    reasons: tuple[str, ...] = ()
+    action: Action = Action.ignore_log
+    severity: Severity = Severity.low

@@ -1,0 +1,242 @@
+"""The training job: one definition for the YAML file, the notebook object and the form in the Prefect UI."""
+
+import difflib
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
+
+from everstep.core.record import Record
+
+NAME = r"^[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?$"
+
+Steps = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class DataSource(Record):
+    """Where the data set is: a directory."""
+
+    source: str = Field(min_length=1, description="A directory with the data set.")
+
+    @field_validator("source")
+    @classmethod
+    def _is_local(cls, source: str) -> str:
+        if "://" in source:
+            raise ValueError(
+                "is a URL; this version stages from a directory: mount or copy the data and name the folder"
+            )
+        return source
+
+
+class Best(Record):
+    """Which checkpoint is the best one."""
+
+    metric: str = Field(min_length=1, description="A metric that the program's evaluate() returns.")
+    mode: Literal["min", "max"] = "min"
+
+
+class CheckpointPolicy(Record):
+    """How often to save, and what to keep on each tier."""
+
+    every_steps: Steps | None = Field(None, description="Save after each so many optimizer steps.")
+    every_minutes: Seconds | None = Field(None, description="Save after so many minutes of training.")
+    keep: int = Field(3, ge=1, description="Newest verified checkpoints kept on each tier.")
+    best: Best | None = Field(None, description="Which checkpoint counts as best; the newest if not given.")
+
+    @model_validator(mode="after")
+    def _one_rhythm(self) -> Self:
+        if self.every_steps and self.every_minutes:
+            raise ValueError("has both every_steps and every_minutes; give one of them")
+        return self
+
+
+class Tiers(Record):
+    """The places of a run's bytes: fast and near, then persistent."""
+
+    local: str = Field(".everstep/nvme", description="Fast local directory (NVMe); it may vanish.")
+    persistent: str = Field(".everstep/persistent", description="Directory that survives the machine; holds the run.")
+    object: str | None = Field(None, description="Directory that stands for the object store.")
+
+    @field_validator("local", "persistent", "object")
+    @classmethod
+    def _is_directory(cls, place: str | None) -> str | None:
+        if place is not None and "://" in place:
+            raise ValueError("is a URL; this version keeps checkpoints in directories: name a folder or a mount")
+        return place
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if self.local == self.persistent:
+            raise ValueError("has the same folder as local and persistent; a copy needs a second place")
+        return self
+
+
+class Tracking(Record):
+    """The MLflow server or database in which people browse runs."""
+
+    uri: str = Field("sqlite:///.everstep/mlflow.db", description="MLflow tracking URI.")
+
+
+class LedgerPlace(Record):
+    """The database of events."""
+
+    uri: str | None = Field(None, description="SQLAlchemy URL; a SQLite file on the persistent tier if not given.")
+
+
+class Retries(Record):
+    """How often a run may restart by itself."""
+
+    per_job: int = Field(100, ge=0, description="Restarts in the life of a run.")
+    per_cause: int = Field(5, ge=0, description="Restarts for one cause without a newly committed step in between.")
+
+
+class Limits(Record):
+    """How long each phase may show no progress before it counts as a hang, in seconds."""
+
+    start: Seconds = 600.0
+    restore: Seconds = 900.0
+    compile: Seconds = 1800.0
+    save: Seconds = 1800.0
+    eval: Seconds = 3600.0
+    wait: Seconds = 3600.0
+    train_floor: Seconds = Field(120.0, description="A step is never called hung before this.")
+    train_factor: float = Field(10.0, ge=2, description="Times the slowest recent step.")
+
+
+class TrainJob(Record):
+    """A training job."""
+
+    name: str = Field(description="Name of the job and of the MLflow experiment: a-z, 0-9 and dashes.")
+    program: str = Field(description="The training program: package.module:build or path/to/file.py:build.")
+    config: dict[str, JsonValue] = Field({}, description="Handed to build() as it is.")
+    data: DataSource
+    steps: Steps = Field(description="Optimizer steps of the whole run.")
+    segment_steps: Steps | None = Field(None, description="Optimizer steps in a segment.")
+    segment_minutes: Seconds | None = Field(None, description="Minutes in a segment, in place of segment_steps.")
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    evaluate_every_steps: Steps | None = Field(None, description="Evaluate so often; at segment ends if not given.")
+    ranks: int = Field(1, ge=1, le=1024, description="Processes on each node.")
+    nodes: int = Field(1, ge=1, le=1, description="Nodes; this version trains on one.")
+    threads: Annotated[int, Field(ge=1)] | None = Field(None, description="CPU threads of each rank.")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = Field(0, ge=0, lt=2**63)
+    tiers: Tiers = Tiers()
+    tracking: Tracking = Tracking()
+    ledger: LedgerPlace = LedgerPlace()
+    retries: Retries = Retries()
+    limits: Limits = Limits()
+    grace_seconds: float = Field(
+        25.0, gt=0, le=27, description="Time to save after a stop signal (a worker kills at 30)."
+    )
+    env: tuple[str, ...] = Field((), description="Environment variables handed to the program besides the usual ones.")
+    standby: bool = Field(True, description="Keep warm spare processes so that a restart need not import torch again.")
+    fresh: bool = Field(False, description="Start a new run even where one is unfinished.")
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not re.match(NAME, name):
+            raise ValueError("must be 1 to 63 characters of a-z, 0-9 and dashes, and not begin or end with a dash")
+        return name
+
+    @field_validator("program")
+    @classmethod
+    def _names_a_callable(cls, program: str) -> str:
+        place, colon, attribute = program.rpartition(":")
+        if not colon or not place or not attribute.isidentifier():
+            raise ValueError("must name a callable as package.module:build or path/to/file.py:build")
+        if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+            raise ValueError("must name a callable as package.module:build or path/to/file.py:build")
+        return program
+
+    @model_validator(mode="after")
+    def _one_segment_length(self) -> Self:
+        if self.segment_steps and self.segment_minutes:
+            raise ValueError("has both segment_steps and segment_minutes; give one of them")
+        return self
+
+    def resolve(self, base: Path) -> Self:
+        """The same job with every relative path taken from `base` (the job file's folder)."""
+        tiers = self.tiers
+        place, _, attribute = self.program.rpartition(":")
+        program = f"{_under(base, place)}:{attribute}" if place.endswith(".py") else self.program
+        return self.model_copy(
+            update={
+                "program": program,
+                "data": DataSource(source=_under(base, self.data.source)),
+                "tiers": Tiers(
+                    local=_under(base, tiers.local),
+                    persistent=_under(base, tiers.persistent),
+                    object=_under(base, tiers.object) if tiers.object else None,
+                ),
+                "tracking": Tracking(uri=_sqlite_under(base, self.tracking.uri)),
+                "ledger": LedgerPlace(uri=_sqlite_under(base, self.ledger.uri) if self.ledger.uri else None),
+            }
+        )
+
+    def fingerprint(self, dataset: str) -> str:
+        """What makes a run the same run: program, config, data set and seed, as 64 hex digits.
+
+        `dataset` is the data set's own fingerprint. The batch size belongs to it too, but only build() knows it: it is
+        kept in the run's structure and compared there.
+        """
+        parts = {
+            "program": _program_identity(self.program),
+            "config": self.config,
+            "dataset": dataset,
+            "seed": self.seed,
+        }
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def explain(error: ValidationError, source: str) -> str:
+    """One plain sentence for the first thing that is wrong with a job: field, value, remedy."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{source}: {field} is not a field of a job{_nearest(first['loc'])}."
+    if first["type"] == "missing":
+        return f"{source}: {field} is missing; every job needs it."
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    message = message[0].lower() + message[1:]
+    if not field:
+        return f"{source}: the job {message}."
+    shown = repr(first["input"])
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    if isinstance(first["input"], dict):
+        return f"{source}: {field}: {message}."
+    return f"{source}: {field}: {shown}: {message}."
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    model: type[Record] = TrainJob
+    for part in location[:-1]:
+        inner = model.model_fields.get(str(part))
+        if inner is None or not isinstance(inner.annotation, type) or not issubclass(inner.annotation, Record):
+            return ""
+        model = inner.annotation
+    close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(sorted(model.model_fields))}"
+
+
+def _under(base: Path, place: str) -> str:
+    return str(base / Path(place).expanduser())
+
+
+def _sqlite_under(base: Path, uri: str) -> str:
+    """SQLite URLs hold a path: three slashes for a relative one, four for an absolute one."""
+    scheme, slashes, rest = uri.partition(":///")
+    if not slashes or not scheme.startswith("sqlite") or rest.startswith("/") or rest in ("", ":memory:"):
+        return uri
+    return f"{scheme}:///{_under(base, rest)}"
+
+
+def _program_identity(program: str) -> str:
+    """A file program is the same program on another machine: its folder does not count."""
+    place, _, attribute = program.rpartition(":")
+    return f"{Path(place).name}:{attribute}" if place.endswith(".py") else program

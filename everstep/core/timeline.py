@@ -1,0 +1,100 @@
+"""Time accounting: where every second of a run went.
+
+The time line of a run is cut at marks; each stretch belongs to exactly one bucket, so the buckets add up to the wall
+time whatever was killed. A mark says what begins. `lost_work` is training that a later attempt threw away.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Bucket(StrEnum):
+    """Where time goes."""
+
+    queued = "queued"
+    stage = "stage"
+    startup = "startup"
+    restore = "restore"
+    productive = "productive"
+    eval = "eval"
+    save_stall = "save_stall"
+    gate = "gate"
+    detect = "detect"
+    recover = "recover"
+    lost_work = "lost_work"
+    stop = "stop"
+    finalize = "finalize"
+    idle = "idle"
+
+
+@dataclass(frozen=True, order=True)
+class Cut:
+    """From `time` (Unix seconds) on, time belongs to `bucket`. `attempt` and `step` name the training that runs."""
+
+    time: float
+    order: int
+    bucket: Bucket
+    attempt: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A piece of the time line."""
+
+    begin: float
+    end: float
+    bucket: Bucket
+    attempt: int
+    step: int
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Account:
+    """Seconds by bucket, and what follows from them."""
+
+    wall: float
+    buckets: dict[Bucket, float]
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: productive / (wall - queued)."""
+        paid = self.wall - self.buckets[Bucket.queued]
+        return self.buckets[Bucket.productive] / paid if paid > 0 else 0.0
+
+
+def stretches(cuts: Iterable[Cut], end: float, resumed: dict[int, int]) -> list[Stretch]:
+    """The time line from the first cut to `end`, each piece in one bucket.
+
+    `resumed` maps each attempt to the step that it resumed from: a piece of training beyond the step from which a
+    later attempt resumed was thrown away and is `lost_work`. A cut earlier than its predecessor (clocks step back)
+    counts as at the same moment.
+    """
+    ordered = sorted(cuts)
+    line: list[Stretch] = []
+    for index, cut in enumerate(ordered):
+        until = ordered[index + 1].time if index + 1 < len(ordered) else max(end, cut.time)
+        bucket = cut.bucket
+        if bucket is Bucket.productive and thrown_away(cut.attempt, cut.step, resumed):
+            bucket = Bucket.lost_work
+        line.append(Stretch(cut.time, until, bucket, cut.attempt, cut.step))
+    return line
+
+
+def thrown_away(attempt: int, step: int, resumed: dict[int, int]) -> bool:
+    """Whether training that went on after `step` in `attempt` was repeated by a later attempt."""
+    return any(later > attempt and start <= step for later, start in resumed.items())
+
+
+def account(line: Sequence[Stretch]) -> Account:
+    """Seconds by bucket; they add up to the wall time by construction."""
+    buckets = dict.fromkeys(Bucket, 0.0)
+    for piece in line:
+        buckets[piece.bucket] += piece.seconds
+    wall = line[-1].end - line[0].begin if line else 0.0
+    return Account(wall=wall, buckets=buckets)

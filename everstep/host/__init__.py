@@ -1,0 +1,1 @@
+"""Hands: processes, the copier, MLflow, the ledger. No Prefect in here."""

@@ -1,0 +1,1 @@
+"""Bundled training programs that double as examples."""

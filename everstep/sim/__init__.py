@@ -1,0 +1,1 @@
+"""Stand-ins that ship: what drills and tests use in place of rare faults."""

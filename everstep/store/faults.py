@@ -1,0 +1,51 @@
+"""Named points at which a drill can hurt the process. Without a plan a point costs one comparison.
+
+`EVERSTEP_FAULTS` names a JSON file: a list of `{"point": name, "hit": n, "rank": r, "do": what}`. The n-th time (from 1)
+that a process of this rank passes the point, `do` happens: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `term` (SIGTERM
+to itself), `sleep:<seconds>`, or `errno:<number>` (raises OSError). `rank` may be left out. Each entry fires once over all
+restarts: whoever fires it first creates `<plan>.<index>.fired`.
+"""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+_PLAN = os.environ.get("EVERSTEP_FAULTS")
+_hits: Counter[str] = Counter()
+_rank: int | None = None
+
+
+def identify(rank: int) -> None:
+    """Say which rank this process is, for plans that aim at one."""
+    global _rank  # noqa: PLW0603 - one identity for the process
+    _rank = rank
+
+
+def point(name: str) -> None:
+    """A named moment; see the module."""
+    if _PLAN is None:
+        return
+    _hits[name] += 1
+    for index, entry in enumerate(json.loads(Path(_PLAN).read_text())):
+        if entry["point"] != name or entry.get("hit", 1) != _hits[name] or entry.get("rank", _rank) != _rank:
+            continue
+        try:
+            Path(f"{_PLAN}.{index}.fired").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        _hurt(entry.get("do", "kill"))
+
+
+def _hurt(what: str) -> None:
+    verb, _, argument = what.partition(":")
+    if verb in ("kill", "stop", "term"):
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[verb])
+    elif verb == "sleep":
+        time.sleep(float(argument))
+    elif verb == "errno":
+        raise OSError(int(argument), os.strerror(int(argument)))
+    else:
+        raise ValueError(f"{_PLAN}: do: {what!r} is not one of kill, stop, term, sleep:<seconds>, errno:<number>")

@@ -1,0 +1,1 @@
+"""Order: what happens, in which order."""

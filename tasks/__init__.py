@@ -1,0 +1,1 @@
+"""Policy: how Prefect treats each piece of work."""
