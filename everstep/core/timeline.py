@@ -1,10 +1,11 @@
 """Time accounting: where every second of a run went.
 
 The time line of a run is cut at marks; each stretch belongs to exactly one bucket, so the buckets add up to the wall
-time whatever was killed. A mark says what begins. `lost_work` is training that a later attempt threw away.
+time whatever was killed. A cut says what begins (`core.cutting` makes them from events and phases); `stretches` lays them
+out, `account` adds them up. `lost_work` is training that a later attempt threw away.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -68,12 +69,11 @@ class Account:
         return self.buckets[Bucket.productive] / paid if paid > 0 else 0.0
 
 
-def stretches(cuts: Iterable[Cut], end: float, resumed: dict[int, int]) -> list[Stretch]:
+def stretches(cuts: Iterable[Cut], end: float, resumed: Mapping[int, int]) -> list[Stretch]:
     """The time line from the first cut to `end`, each piece in one bucket.
 
     `resumed` maps each attempt to the step that it resumed from: a piece of training beyond the step from which a
-    later attempt resumed was thrown away and is `lost_work`. A cut earlier than its predecessor (clocks step back)
-    counts as at the same moment.
+    later attempt resumed was thrown away and is `lost_work`. An `end` before the last cut counts as at that cut.
     """
     ordered = sorted(cuts)
     line: list[Stretch] = []
@@ -86,7 +86,7 @@ def stretches(cuts: Iterable[Cut], end: float, resumed: dict[int, int]) -> list[
     return line
 
 
-def thrown_away(attempt: int, step: int, resumed: dict[int, int]) -> bool:
+def thrown_away(attempt: int, step: int, resumed: Mapping[int, int]) -> bool:
     """Whether training that went on after `step` in `attempt` was repeated by a later attempt."""
     return any(later > attempt and start <= step for later, start in resumed.items())
 
@@ -98,3 +98,18 @@ def account(line: Sequence[Stretch]) -> Account:
         buckets[piece.bucket] += piece.seconds
     wall = line[-1].end - line[0].begin if line else 0.0
     return Account(wall=wall, buckets=buckets)
+
+
+def costs(line: Iterable[Stretch]) -> dict[int, float]:
+    """Seconds that the end of each attempt cost: work thrown away, then detect, recover and restore until training."""
+    spent: dict[int, float] = {}
+    trained = 0
+    for piece in line:
+        if piece.bucket in (Bucket.productive, Bucket.lost_work):
+            trained = piece.attempt
+        if piece.bucket is Bucket.lost_work or (piece.bucket in _COSTLY and trained):
+            spent[trained] = spent.get(trained, 0.0) + piece.seconds
+    return spent
+
+
+_COSTLY = (Bucket.detect, Bucket.recover, Bucket.restore)
