@@ -11,6 +11,8 @@ States of one checkpoint on one tier, and who sets them:
     quarantined  whoever found it damaged: kept with the reason, never chosen
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +57,10 @@ class Key:
 
 
 class Manifest(Versioned):
-    """What a checkpoint consists of. Written last; its presence is the commit."""
+    """What a checkpoint consists of. Written last; its presence is the commit.
+
+    `to_json` seals it: a digest of all its fields, so that a flipped bit in the manifest itself is found too.
+    """
 
     job: str
     run: str
@@ -69,6 +74,7 @@ class Manifest(Versioned):
     time: float
     metrics: dict[str, float | str] = {}
     files: tuple[FileEntry, ...]
+    seal: str = ""
 
     @field_validator("files")
     @classmethod
@@ -85,6 +91,20 @@ class Manifest(Versioned):
     @property
     def bytes(self) -> int:
         return sum(entry.size for entry in self.files)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the seal is that of these fields."""
+        return self.seal == self.digest_of_fields()
+
+    def to_json(self) -> str:
+        plain = type(self).model_validate_json(self.model_dump_json())
+        return plain.model_copy(update={"seal": plain.digest_of_fields()}).model_dump_json(indent=1) + "\n"
+
+    def digest_of_fields(self) -> str:
+        """SHA-256 over every field but the seal, in a canonical form."""
+        fields = self.model_dump(mode="json", exclude={"seal"})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class TensorShape(Record):

@@ -1,5 +1,6 @@
 """The base of all records: frozen, closed to unknown fields, and versioned where they rest on a disk."""
 
+import json
 from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,13 +31,28 @@ class Versioned(Record):
         try:
             record = cls.model_validate_json(text)
         except ValidationError as error:
+            cls._refuse_version(_version(text), where, path)  # a newer version may have fields that are unknown here
             first = error.errors(include_url=False)[0]
             field = ".".join(str(part) for part in first["loc"]) or "the whole file"
             raise Damaged(where, path, f"is not a readable {cls.__name__} ({field}: {first['msg']})") from None
-        if record.schema_version != cls.VERSION:
-            why = f"has schema version {record.schema_version}; this Everstep reads version {cls.VERSION}"
-            raise Damaged(where, path, why)
+        cls._refuse_version(record.schema_version, where, path)
         return record
+
+    @classmethod
+    def _refuse_version(cls, version: int, where: str, path: str) -> None:
+        if version != cls.VERSION:
+            why = f"has schema version {version}; this Everstep reads version {cls.VERSION}"
+            raise Damaged(where, path, why)
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1) + "\n"
+
+
+def _version(text: str | bytes) -> int:
+    """The schema version that a broken or foreign record claims; this one's where it claims none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return Versioned.VERSION
+    version = value.get("schema_version") if isinstance(value, dict) else None
+    return version if isinstance(version, int) else Versioned.VERSION

@@ -1,0 +1,186 @@
+"""Checkpoints on a disk: find them, read their manifests, and verify them by an independent read.
+
+Commit rule: the manifest is written last. A folder without a manifest that verifies is not a checkpoint.
+"""
+
+import os
+import stat
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from everstep.core.checkpoint import MANIFEST, Key, Manifest, Structure, Verification
+from everstep.core.dataset import FileEntry
+from everstep.core.errors import Damaged, StoreUnavailable
+from everstep.store import contents, digest, faults, tensors
+
+MANIFEST_LIMIT = 64 << 20  # bytes
+
+
+def find(checkpoints: Path) -> tuple[list[Key], list[Key]]:
+    """The committed and the torn (uncommitted) checkpoints in a tier's folder, oldest first."""
+    committed: list[Key] = []
+    torn: list[Key] = []
+    try:
+        entries = sorted(os.scandir(checkpoints), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return [], []
+    for entry in entries:
+        key = Key.parse(entry.name)
+        if key and entry.is_dir(follow_symlinks=False):
+            (committed if os.path.lexists(Path(entry.path, MANIFEST)) else torn).append(key)
+    return sorted(committed), sorted(torn)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a committed checkpoint. Raises Damaged, naming it, if it is missing, unreadable or altered."""
+    return _parse_manifest(folder, read_manifest_bytes(folder))
+
+
+def read_manifest_bytes(folder: Path) -> bytes:
+    """The manifest as it lies on the disk."""
+
+    def read() -> bytes:
+        handle = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise Damaged(folder.name, MANIFEST, "is not a regular file")
+            return file.read(MANIFEST_LIMIT + 1)
+
+    data = contents.reading(folder, MANIFEST, read)
+    if len(data) > MANIFEST_LIMIT:
+        raise Damaged(folder.name, MANIFEST, f"has more than {MANIFEST_LIMIT} bytes")
+    return data
+
+
+def manifest_digest(folder: Path) -> str | None:
+    """The digest of the manifest that stands in a checkpoint's folder now; None if there is none to read."""
+    try:
+        return digest.of_bytes(read_manifest_bytes(folder))
+    except Damaged:
+        return None
+
+
+def verify_checkpoint(uri: str | Path) -> Verification:
+    """Read a checkpoint back: whole, unaltered, finite, and of the right shapes.
+
+    `uri` is a folder or a file:// URI of it. The run's structure and identity count if its records stand two folders
+    above. Nothing of the checkpoint is executed. Raises ValueError for another kind of URI, StoreUnavailable if the
+    tier does not answer.
+    """
+    folder = _local_path(uri)
+    run_dir = folder.parent.parent
+    structure = read_structure(run_dir)
+    known = (run_dir / "run.json").is_file()
+    return verify(folder, structure, run=run_dir.name if known else None, job=run_dir.parent.name if known else None)
+
+
+def read_structure(run_dir: Path) -> Structure | None:
+    """What every checkpoint of the run must hold; None before its first save."""
+    try:
+        text = (run_dir / "structure.json").read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Structure.parse(text, str(run_dir), "structure.json")
+
+
+def verify(
+    folder: Path, structure: Structure | None = None, run: str | None = None, job: str | None = None
+) -> Verification:
+    """Verify one checkpoint by reading every byte of it, from the device where the kernel allows it.
+
+    Verified are: manifest (readable, unaltered, of this folder, run and job), files (exactly the listed ones, regular,
+    right sizes and digests), JSON (parses, agrees with the manifest), tensors (sound headers, each one referenced;
+    parameters and floating optimizer state finite; names, dtypes and shapes of the model as in `structure`). Without a
+    structure the whole model must be finite; with it a buffer may hold what it likes (-inf in a mask is legal).
+    Damage is an answer (`ok` is False, `why` is a sentence that names the file). Raises StoreUnavailable if the tier
+    does not answer: unknown is not damaged.
+    """
+    started = time.monotonic()
+    seal, size = "", 0
+    try:
+        data = read_manifest_bytes(folder)
+        seal = digest.of_bytes(data)
+        manifest = _parse_manifest(folder, data)
+        _check_identity(folder, manifest, run, job)
+        size = _check_files(folder, manifest, structure)
+    except Damaged as error:
+        return Verification(
+            ok=False, file=error.path, why=str(error), seconds=time.monotonic() - started, manifest_digest=seal
+        )
+    except OSError as error:
+        raise StoreUnavailable(f"{folder} cannot be read now: {error.strerror or error}.") from error
+    return Verification(ok=True, bytes=size, seconds=time.monotonic() - started, manifest_digest=seal)
+
+
+def _parse_manifest(folder: Path, data: bytes) -> Manifest:
+    manifest = Manifest.parse(data, folder.name, MANIFEST)
+    if not manifest.is_sealed:
+        raise Damaged(folder.name, MANIFEST, "was altered: it does not match its own seal")
+    return manifest
+
+
+def _check_identity(folder: Path, manifest: Manifest, run: str | None, job: str | None) -> None:
+    if Key.parse(folder.name) != manifest.key:
+        raise Damaged(folder.name, MANIFEST, f"is that of {manifest.key.folder}, not of this folder")
+    if run is not None and manifest.run != run:
+        raise Damaged(folder.name, MANIFEST, f"is that of run {manifest.run}, not of run {run}")
+    if job is not None and manifest.job != job:
+        raise Damaged(folder.name, MANIFEST, f"is that of job {manifest.job}, not of job {job}")
+
+
+def _check_files(folder: Path, manifest: Manifest, structure: Structure | None) -> int:
+    _check_listing(folder, manifest)
+    content = contents.read(folder, manifest)
+    if structure is not None:
+        contents.check_structure(content, structure)
+    watched = contents.must_be_finite(content, structure)
+    for entry in sorted(manifest.files, key=lambda entry: entry.path.endswith(".safetensors")):
+        if entry.path.endswith(".safetensors"):
+            faults.point("verify.mid")
+        _check_bytes(folder, entry, [held.tensor for held in watched if held.path == entry.path])
+    return manifest.bytes
+
+
+def _check_listing(folder: Path, manifest: Manifest) -> None:
+    """Exactly the listed files, regular ones, with the right sizes."""
+    listed = {entry.path: entry for entry in manifest.files}
+    found = {entry.name: entry for entry in os.scandir(folder)}
+    for name, entry in sorted(found.items()):
+        if entry.is_symlink():
+            raise Damaged(folder.name, name, "is a symbolic link")
+        if name != MANIFEST and name not in listed:
+            raise Damaged(folder.name, name, "is not in the manifest")
+        if not entry.is_file(follow_symlinks=False):
+            raise Damaged(folder.name, name, "is not a regular file")
+    for name, wanted in listed.items():
+        if name not in found:
+            raise Damaged(folder.name, name, "is missing")
+        size = found[name].stat(follow_symlinks=False).st_size
+        if size != wanted.size:
+            raise Damaged(folder.name, name, f"has {size} bytes where the manifest says {wanted.size}")
+
+
+def _check_bytes(folder: Path, entry: FileEntry, watched: list[tensors.Tensor]) -> None:
+    """One independent read of a file: its digest, and in the same pass its values."""
+
+    def read() -> tuple[str, set[str]]:
+        scan = tensors.Scan(watched)
+        return digest.of_file(folder / entry.path, scan.see if watched else None, cold=True), scan.found
+
+    found, bad = contents.reading(folder, entry.path, read)
+    if found != entry.blake3:
+        raise Damaged(folder.name, entry.path, "does not match its BLAKE3 digest in the manifest")
+    if bad:
+        raise Damaged(folder.name, entry.path, f"holds NaN or infinity in {min(bad)}")
+
+
+def _local_path(uri: str | Path) -> Path:
+    text = str(uri)
+    if "://" not in text:
+        return Path(text)
+    parts = urlsplit(text)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise ValueError(f"uri: {text!r} is no folder of this machine; give a path or a file:// URI")
+    return Path(url2pathname(parts.path))

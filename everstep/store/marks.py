@@ -1,0 +1,145 @@
+"""What is known of each checkpoint on each tier: small files in `marks/` of the run directory.
+
+A mark is about one committed manifest. `verified` and `durable` count only while the manifest on the tier is the one
+that was marked; `quarantined` counts until somebody removes the mark.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from everstep.core.checkpoint import Key, Mark, State, Verification
+from everstep.core.errors import Damaged
+from everstep.store import atomic, checkpoint
+from everstep.store.layout import RunPlaces
+
+_NAME = re.compile(r"^(step-\d{8,}\.a\d+)\.([a-z]+)\.(verified|durable|quarantined)\.json$")
+
+
+def write(places: RunPlaces, mark: Mark) -> None:
+    """Put a mark, in place of an older one of the same state."""
+    path = places.mark(mark.checkpoint, mark.tier, mark.state.value)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    atomic.write(path, mark.to_json().encode())
+
+
+def verified(places: RunPlaces, folder: str, tier: str, verification: Verification) -> None:
+    """Mark what `checkpoint.verify` answered: verified, or quarantined with its reason."""
+    state = State.verified if verification.ok else State.quarantined
+    _put(places, folder, tier, state, verification.manifest_digest, verification.why)
+
+
+def durable(places: RunPlaces, folder: str, tier: str, manifest_digest: str) -> None:
+    """A verified copy stands on a tier that survives the machine."""
+    _put(places, folder, tier, State.durable, manifest_digest)
+
+
+def quarantine(places: RunPlaces, folder: str, tier: str, reason: str) -> None:
+    """Never to be chosen, and kept, with the reason."""
+    _put(places, folder, tier, State.quarantined, "", reason)
+
+
+def read(places: RunPlaces) -> list[Mark]:
+    """Every mark that can be read. An unreadable quarantine still counts as one: its file's name says enough."""
+    found = []
+    for path in sorted(_folder(places).glob("*.json")):
+        match = _NAME.match(path.name)
+        if not match or match[2] not in places.tiers:
+            continue
+        try:
+            mark = Mark.parse(path.read_bytes(), str(path.parent), path.name)
+        except FileNotFoundError:
+            continue
+        except Damaged as error:
+            if match[3] == State.quarantined:
+                found.append(
+                    Mark(checkpoint=match[1], tier=match[2], state=State.quarantined, time=0, reason=str(error))
+                )
+            continue
+        if (mark.checkpoint, mark.tier, mark.state.value) == match.groups():
+            found.append(mark)
+    return found
+
+
+def states(places: RunPlaces) -> dict[tuple[str, str], set[State]]:
+    """The states that count now, by (checkpoint's folder, tier)."""
+    present: dict[tuple[str, str], str | None] = {}
+    found: dict[tuple[str, str], set[State]] = {}
+    for mark in read(places):
+        place = (mark.checkpoint, mark.tier)
+        if mark.state is not State.quarantined:
+            if place not in present:
+                present[place] = checkpoint.manifest_digest(places.checkpoints(mark.tier) / mark.checkpoint)
+            if not mark.manifest_digest or present[place] != mark.manifest_digest:
+                continue
+        found.setdefault(place, set()).add(mark.state)
+    return found
+
+
+def reason(places: RunPlaces, folder: str, tier: str, state: State) -> str:
+    """The sentence that goes with a mark; empty if there is none."""
+    return next(
+        (mark.reason for mark in read(places) if (mark.checkpoint, mark.tier, mark.state) == (folder, tier, state)), ""
+    )
+
+
+def lift(places: RunPlaces, folder: str, tier: str) -> None:
+    """Take a quarantine back."""
+    places.mark(folder, tier, State.quarantined.value).unlink(missing_ok=True)
+
+
+def forget(places: RunPlaces, folder: str, tier: str) -> None:
+    """Remove the marks of a checkpoint that has been removed from a tier."""
+    for state in (State.verified, State.durable, State.quarantined):
+        places.mark(folder, tier, state.value).unlink(missing_ok=True)
+
+
+def advertise(places: RunPlaces, keys: Iterable[Key]) -> None:
+    """Say which checkpoints are being copied, so that retention leaves them. Not synced: it binds living processes."""
+    atomic.write(_copying(places), json.dumps([key.folder for key in keys]).encode(), sync=False)
+
+
+def copying(places: RunPlaces) -> set[Key]:
+    """The checkpoints that a copier says it is copying; what a dead one left is cleared by the next."""
+    return set(_keys(_copying(places)))
+
+
+def promote(places: RunPlaces, keys: Iterable[Key]) -> None:
+    """Ask the copier to bring these checkpoints to the object tier too, besides those asked for before."""
+    wanted = sorted({*promotions(places), *keys})
+    atomic.write(_promote(places), json.dumps([key.folder for key in wanted]).encode())
+
+
+def promotions(places: RunPlaces) -> list[Key]:
+    """The checkpoints that were asked to be brought to the object tier, oldest first."""
+    return sorted(_keys(_promote(places)))
+
+
+def _put(places: RunPlaces, folder: str, tier: str, state: State, digest: str, why: str = "") -> None:
+    mark = Mark(checkpoint=folder, tier=tier, state=state, time=time.time(), reason=why, manifest_digest=digest)
+    write(places, mark)
+
+
+def _folder(places: RunPlaces) -> Path:
+    return places.mark("x", "x", "x").parent
+
+
+def _copying(places: RunPlaces) -> Path:
+    return places.persistent / "copying.json"
+
+
+def _promote(places: RunPlaces) -> Path:
+    return places.persistent / "promote.json"
+
+
+def _keys(path: Path) -> list[Key]:
+    try:
+        names = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        raise Damaged(str(path.parent), path.name, "is not a list of checkpoints; remove it") from None
+    keys = [Key.parse(name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return [key for key in keys if key]
