@@ -1,0 +1,235 @@
+"""MLflow, told in the background: one MLflow run over all restarts, with the metrics of each step once.
+
+MLflow is the index that people browse, never a condition of training. Everything that talks to it lives in one thread.
+Metrics are read from `metrics.jsonl`, which is their spool; how far MLflow has them is asked of MLflow itself after every
+start and every failure, so no step is logged twice. Tags and status are wishes: the latest of each is kept until
+delivered, and rests in `tracking.json` of the run directory while MLflow is away.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Self
+
+from everstep.core.checkpoint import Key
+from everstep.core.errors import Damaged
+from everstep.core.record import Versioned
+from everstep.host import mlflow_run
+from everstep.host.mlflow_speaker import Hint, Speaker, Subject, hint_in
+from everstep.host.runs import Run
+from everstep.host.tail import Tail
+from everstep.store import atomic
+
+LOOK_SECONDS = 1.0
+LONGEST_WAIT = 30.0
+ENDS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class Wishes(Versioned):
+    """`tracking.json`: what MLflow has not been told yet."""
+
+    tags: dict[str, str] = {}
+    status: str | None = None
+
+
+class Tracker:
+    """Tells MLflow about one run. No method raises because of MLflow, and none waits for it without a deadline.
+
+    `run_id` is MLflow's id of the run once it is known. `notice(kind, text)` hears `tracking.away` and `tracking.back`.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        subject: Subject,
+        metrics: Path,
+        notice: Callable[[str, str], None] = lambda _kind, _text: None,
+        *,
+        look_seconds: float = LOOK_SECONDS,
+        longest_wait: float = LONGEST_WAIT,
+    ) -> None:
+        self.run_id: str | None = None
+        self._speaker = Speaker(uri, subject, Tail(metrics))
+        self._file = metrics.with_name("tracking.json")
+        self._notice = notice
+        self._look_seconds = look_seconds
+        self._longest_wait = longest_wait
+        self._changed = threading.Condition()
+        self._wishes = _left_over(self._file)
+        self._hint: Hint | None = None
+        self._known = False
+        self._closing = False
+        self._over = False
+        self._complete = False
+        self._thread = threading.Thread(target=self._run, name="everstep-tracking", daemon=True)
+
+    @classmethod
+    def of(cls, run: Run, record: Callable[..., None]) -> Self:
+        """The tracker of a run that this process owns; `record` takes the events."""
+        facts = {
+            "job": run.record.name,
+            "fingerprint": run.record.fingerprint,
+            "program": run.record.program,
+            "dataset_fingerprint": run.record.dataset_fingerprint,
+            "code_version": run.record.code_version,
+        }
+        subject = Subject(
+            run.record.name,
+            run.record.run,
+            {f"everstep.{name}": value for name, value in facts.items()},
+            {"config": run.record.config, "seed": run.record.seed},
+        )
+        return cls(run.job.tracking.uri, subject, run.places.metrics, lambda kind, text: record(kind, text=text))
+
+    def start(self) -> None:
+        """Begin to talk: the run is running now."""
+        self._wish(status="RUNNING")
+        self._thread.start()
+
+    def attempt(self, number: int, resumed_from: int) -> None:
+        """An attempt begins."""
+        self._wish({"everstep.attempts": str(number), "everstep.resumed_from": str(resumed_from)})
+
+    def checkpoint(self, uri: str, step: int) -> None:
+        """A newer checkpoint is durable."""
+        self._wish({"everstep.checkpoint": uri, "everstep.checkpoint_step": str(step)})
+
+    def tag(self, tags: Mapping[str, str]) -> None:
+        self._wish(tags)
+
+    def finish(self, status: str, durable: Path | None) -> None:
+        """The run is `completed`, `stopped` or `failed`, with its newest durable checkpoint."""
+        key = Key.parse(durable.name) if durable else None
+        if durable and key:
+            self.checkpoint(durable.as_uri(), key.step)
+        self._wish(status=ENDS[status])
+
+    def hint(self, deadline_seconds: float) -> Hint | None:
+        """What MLflow knew of this run when it was first asked; None when it knows nothing or does not answer in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._known, deadline_seconds)
+            return self._hint
+
+    def close(self, deadline_seconds: float) -> bool:
+        """Whether MLflow has heard everything by the deadline. What it has not is replayed by the next tracker."""
+        with self._changed:
+            if self._over:
+                return self._complete
+            self._closing = True
+            self._changed.notify_all()
+            if self._thread.is_alive():
+                self._changed.wait_for(lambda: self._complete, deadline_seconds)
+            self._over = True
+            self._changed.notify_all()
+            if not self._complete:
+                self._keep_wishes()
+            return self._complete
+
+    def close_quickly(self) -> None:
+        """Close without waiting for anybody, if nobody has closed yet."""
+        self.close(0.0)
+
+    def replay(self, deadline_seconds: float) -> bool:
+        """Tell MLflow what an earlier flow run could not, and close. Nothing is done when nothing was left over."""
+        if self._file.exists():
+            self._thread.start()
+        return self.close(deadline_seconds)
+
+    def _wish(self, tags: Mapping[str, str] | None = None, status: str | None = None) -> None:
+        with self._changed:
+            merged = {**self._wishes.tags, **(tags or {})}
+            self._wishes = Wishes(tags=merged, status=status or self._wishes.status)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._over:
+            try:
+                self._tell()
+            except Exception as error:  # noqa: BLE001 - the edge of the thread: whatever MLflow raises, training goes on
+                failures += 1
+                self._away(error, first=failures == 1)
+                pause = self._longest_wait if not self._closing else 0.5
+                self._sleep(random.uniform(0.5, 1.0) * min(pause, 0.25 * 2.0 ** min(failures, 12)))  # noqa: S311 - jitter
+                continue
+            if failures:
+                self._notice("tracking.back", "MLflow answers again; what it missed has been told")
+            failures = 0
+            self._sleep(self._look_seconds)
+
+    def _tell(self) -> None:
+        """Everything that is known, to MLflow: metrics, tags, then the status."""
+        closing = self._closing
+        found = self._speaker.attach()
+        with self._changed:
+            self.run_id = found
+            if not self._known:
+                self._hint, self._known = self._speaker.hint, True
+            wishes = self._wishes
+            self._changed.notify_all()
+        self._speaker.tell(wishes.tags, wishes.status, lambda: self._over)
+        with self._changed:
+            self._wishes = _without(self._wishes, wishes)
+            done = self._wishes == Wishes()
+            if done and not self._over:
+                self._file.unlink(missing_ok=True)
+            self._complete = done and closing
+            self._over = self._over or self._complete
+            self._changed.notify_all()
+
+    def _away(self, error: Exception, *, first: bool) -> None:
+        self._speaker.forget()
+        if first:
+            words = str(error).splitlines()
+            self._notice("tracking.away", f"{type(error).__name__}: {words[0] if words else ''}"[:500])
+        with self._changed:
+            if not self._over:
+                self._keep_wishes()
+
+    def _keep_wishes(self) -> None:
+        """Tags and status outlive this process; metrics do anyway. No room on the disk costs only the wishes."""
+        if self._wishes == Wishes():
+            return
+        try:
+            atomic.write(self._file, self._wishes.to_json().encode(), sync=False)
+        except OSError as error:
+            self._notice("tracking.away", f"{self._file} cannot be written: {error}")
+
+    def _sleep(self, seconds: float) -> None:
+        """Until there is something to do: the pause is over, or somebody closes."""
+        with self._changed:
+            closing = self._closing
+            self._changed.wait_for(lambda: self._over or self._closing != closing, seconds)
+
+
+def ask(uri: str, job: str, run: str, deadline_seconds: float) -> Hint | None:
+    """What MLflow says is the newest durable checkpoint of a run; None when it does not know or answer in time."""
+    file = mlflow_run.sqlite_file(uri)
+    if file is not None and not file.exists():
+        return None
+    answer: list[Hint | None] = []
+
+    def look() -> None:
+        try:
+            answer.append(hint_in(mlflow_run.find(mlflow_run.connect(uri), job, run)))
+        except Exception:  # noqa: BLE001 - the edge of the thread: no answer is an answer here
+            answer.append(None)
+
+    thread = threading.Thread(target=look, name="everstep-ask-mlflow", daemon=True)
+    thread.start()
+    thread.join(deadline_seconds)
+    return answer[0] if answer else None
+
+
+def _left_over(file: Path) -> Wishes:
+    """What an earlier flow run could not say; the file of a dying writer may be unreadable, and is then no loss."""
+    try:
+        return Wishes.parse(file.read_bytes(), str(file.parent), file.name)
+    except (OSError, Damaged):
+        return Wishes()
+
+
+def _without(wishes: Wishes, told: Wishes) -> Wishes:
+    tags = {key: value for key, value in wishes.tags.items() if told.tags.get(key) != value}
+    return Wishes(tags=tags, status=None if wishes.status == told.status else wishes.status)
