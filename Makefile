@@ -1,0 +1,39 @@
+# `make train` and `make test` need Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DATA := .everstep/data/digits/labels.npy
+
+.PHONY: train test test-all check bench clean
+
+train: $(DATA)
+	@$(BIN)/python -m flows.train jobs/digits.yaml
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-all: $(READY)
+	EVERSTEP_ALL=1 $(BIN)/python -m pytest -p no:cacheprovider
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python tests/bench/run.py
+
+clean:
+	rm -rf $(VENV) .everstep build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Everstep needs Python 3.11 or newer; set PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $(READY)
+
+$(DATA): $(READY)
+	@$(BIN)/python -m everstep.programs.digits $(dir $(DATA))

@@ -1,0 +1,129 @@
+"""The end of a flow run: what is drained, proved, counted and written down, for each way in which it can end."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everstep.core.checkpoint import Key, State, candidates
+from everstep.core.errors import StoreUnavailable
+from everstep.core.segment import Outcome
+from everstep.core.timeline import account, stretches
+from everstep.host import history, outcome, runs
+from everstep.report import text
+from everstep.store import atomic, checkpoint, faults, marks
+from everstep.store.layout import RunPlaces
+from everstep.store.tensors import weights_digest_of
+
+if TYPE_CHECKING:
+    from everstep.host.life import Life
+
+DRAIN_SECONDS = 600.0
+QUICK_SECONDS = 2.0
+"""After a stop signal little time is left: a Prefect worker kills 30 s after it, and the child had 25 of them."""
+
+
+def completed(life: "Life") -> dict[str, Any]:
+    """All steps are done: every copy lands, the last checkpoint is durable and proved, then it is written down."""
+    life.journal.record("flow.finalizing")
+    if not life.supervisor.drain(DRAIN_SECONDS):
+        raise StoreUnavailable(
+            f"The steps are done, but the persistent tier {life.run.places.persistent} did not take the last "
+            f"checkpoint within {DRAIN_SECONDS:.0f} s; mend the tier and run the same command to finish the copy."
+        )
+    life.observer.look()
+    return _write_down(life, "completed", tracker_seconds=15.0)
+
+
+def stopped(life: "Life") -> dict[str, Any]:
+    """Stopped on request without a limit of time: copies land first."""
+    life.journal.record("flow.finalizing")
+    life.supervisor.drain(DRAIN_SECONDS)
+    life.observer.look()
+    return _write_down(life, "stopped", tracker_seconds=5.0)
+
+
+def failed(life: "Life") -> dict[str, Any]:
+    """The run cannot go on by itself."""
+    life.journal.record("flow.finalizing")
+    life.supervisor.drain(30.0)
+    life.observer.look()
+    return _write_down(life, "failed", tracker_seconds=5.0)
+
+
+def interrupted(life: "Life", error: BaseException) -> None:
+    """The flow is being unwound: by a signal, after which the child has stopped, or by an error of ours."""
+    if outcome.delivered() is not None or life.run.final is not None:
+        return
+    end = life.supervisor.last_end
+    signalled = not isinstance(error, Exception)
+    status = "stopped" if signalled and (end is None or end.outcome is Outcome.stopped) else "failed"
+    _write_down(life, status, tracker_seconds=QUICK_SECONDS if signalled else 5.0)
+
+
+def again(life: "Life") -> dict[str, Any]:
+    """A finished run: nothing to do, the same line."""
+    assert life.run.final is not None
+    outcome.deliver(life.run.final)
+    return life.run.final
+
+
+def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, Any]:
+    faults.point("flow.report")
+    places = life.run.places
+    step = committed_step(places)
+    durable = newest_on(places, "persistent")
+    life.tracker.finish(status, durable)
+    life.journal.record("flow.ended", step=step, status=status)
+    past = history.read(places)
+    spent = account(stretches(past.cuts, time.time(), past.resumed))
+    final = {
+        "run": life.run.record.run,
+        "status": status,
+        "step": step,
+        "run_dir": str(places.persistent),
+        "checkpoint": durable.as_uri() if durable else None,
+        "weights": weights_digest_of(durable) if durable and status != "failed" else None,
+        "attempts": len(past.claims),
+        "restarts": sum(1 for one in life.past if one.end.outcome is Outcome.failed),
+        "resumed_from": life.resumed_from,
+        "quarantined": [folder.as_uri() for folder in quarantined(places)],
+        "ettr": round(spent.ettr, 4),
+        "buckets": {bucket.value: round(seconds, 3) for bucket, seconds in spent.buckets.items()},
+        "mlflow_run": life.tracker.run_id,
+        "report": str(places.report),
+        "metrics": past.last_metrics,
+        "finished_early": bool(life.end and life.end.finished_early),
+    }
+    atomic.write(places.report, text.render(past, final).encode())
+    atomic.write(places.final, (json.dumps(final) + "\n").encode())
+    life.tracker.close(tracker_seconds)
+    outcome.deliver(final)
+    return final
+
+
+def committed_step(places: RunPlaces) -> int:
+    """The newest committed step that may be resumed from, as far as is known; 0 if there is none."""
+    return max((key.step for tier in places.tiers for key in _good(places, tier)), default=0)
+
+
+def newest_on(places: RunPlaces, tier: str) -> Path | None:
+    """The newest good checkpoint's folder on a tier."""
+    key = max(_good(places, tier), default=None)
+    return places.checkpoint(tier, key) if key else None
+
+
+def quarantined(places: RunPlaces) -> list[Path]:
+    """Folders that have been set aside, in order."""
+    return [
+        places.checkpoints(tier) / folder
+        for (folder, tier), states in sorted(marks.states(places).items())
+        if State.quarantined in states
+    ]
+
+
+def _good(places: RunPlaces, tier: str) -> list[Key]:
+    keys, _ = checkpoint.find(places.checkpoints(tier))
+    states = marks.states(places)
+    resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}
+    return [key for key in candidates(keys, resumed) if State.quarantined not in states.get((key.folder, tier), set())]

@@ -1,0 +1,295 @@
+"""The life of a run in one flow process: what each step of `flows.train` does. No order in here, and no Prefect."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from everstep.core.checkpoint import AttemptClaim
+from everstep.core.errors import Damaged, Fenced, TrainingFailed
+from everstep.core.health import Severity
+from everstep.core.job import TrainJob
+from everstep.core.recovery import Decision, History, Next, Past
+from everstep.core.recovery import decide as judge
+from everstep.core.segment import AttemptEnd, CauseKind, Heartbeat, Outcome, SegmentResult
+from everstep.host import closing, code, jobs, process, resume, retention, runs, staging
+from everstep.host.journal import Journal
+from everstep.host.observer import Observer
+from everstep.host.progress import Progress
+from everstep.host.supervisor import Supervisor, Watch
+from everstep.host.tracking import Tracker
+from everstep.store import checkpoint, faults, jsonl, marks
+
+
+class Orchestrator(Protocol):
+    """What the hands ask of Prefect: which flow run this is, and whether it is wished to end."""
+
+    flow_run_id: str
+
+    def wish(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A checked job with its data on the local tier."""
+
+    job: TrainJob
+    staged: staging.Staged
+    began: float
+    finished: float
+
+
+@dataclass
+class Life:
+    """A run while this flow trains it."""
+
+    run: runs.Run
+    journal: Journal
+    observer: Observer
+    supervisor: Supervisor
+    tracker: Tracker
+    progress: Progress
+    flow_run: str
+    past: list[Past]
+    claim: AttemptClaim | None = None
+    start: resume.Start | None = None
+    resumed_from: int | None = None
+    attempts_here: int = 0
+    probed: list[tuple[str, str]] = field(default_factory=list)
+    decision: Decision | None = None
+    end: AttemptEnd | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to train in this flow run."""
+        return self.run.final is not None or (
+            self.decision is not None and self.decision.next not in (Next.restart, Next.walk_back)
+        )
+
+
+def stage(job: TrainJob) -> Staged:
+    """Check the job and bring its data to the local tier. Raises ValueError for what the user can mend."""
+    job = job.resolve(Path.cwd())
+    jobs.check(job, Path.cwd())
+    began = time.time()
+    found = staging.stage(Path(job.data.source), Path(job.tiers.local))
+    return Staged(job, found, began, time.time())
+
+
+@contextmanager
+def own_run(staged: Staged, prefect: Orchestrator, *, take_over: bool = False) -> Iterator[Life]:
+    """Own the job's run for the length of the block; whatever happens, nothing is left running after it."""
+    job, manifest = staged.job, staged.staged.manifest
+    version = code.version(job.program)
+    with runs.own(job, manifest, prefect.flow_run_id, version, take_over=take_over) as run:
+        journal = Journal(job, run, prefect.flow_run_id)
+        life = _assemble(run, staged, prefect, journal)
+        try:
+            if run.final is None:
+                _open(life, staged)
+            yield life
+        except BaseException as error:
+            closing.interrupted(life, error)
+            raise
+        finally:
+            life.supervisor.close()
+            life.observer.stop()
+            life.tracker.close_quickly()
+            journal.close()
+
+
+def begin_attempt(life: Life) -> None:
+    """Choose the checkpoint to start from, claim the next attempt, and let its ranks go."""
+    places = life.run.places
+    claimed = runs.claims(places)
+    resumed = {number: claim.resumed_from for number, claim in claimed.items()}
+    start = resume.choose(places, resumed, life.journal.record, trust_marks=life.attempts_here > 0)
+    number = max(claimed, default=0) + 1
+    folder = start.folder.name if start.folder else ""
+    claim = runs.claim(places, number, start.step, folder, life.flow_run)
+    if claim is None:
+        raise Fenced(f"Attempt {number} of run {life.run.record.run} was claimed by another flow run.")
+    life.journal.attempt = number
+    life.journal.record("attempt.claimed", step=start.step, resumed_from=start.step, checkpoint=folder, tier=start.tier)
+    if life.attempts_here == 0:
+        life.resumed_from = start.step if start.folder else None
+        where = f"from step {start.step} ({start.tier} tier)" if start.folder else "from step 0: no checkpoint yet"
+        life.progress.say(f"run {life.run.record.run}: attempt {number}, {where}")
+    life.claim, life.start = claim, start
+    life.attempts_here += 1
+    life.observer.follow(number)
+    life.tracker.attempt(number, start.step)
+    life.supervisor.start(claim, start.folder, _last_segment(life, start.step))
+
+
+def train_segment(life: Life) -> SegmentResult | AttemptEnd:
+    """Supervise until the next segment's result or the attempt's end."""
+    end = life.supervisor.run_segment()
+    if isinstance(end, SegmentResult):
+        life.journal.record("segment.finished", step=end.step, segment=end.segment, checkpoint=end.checkpoint)
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in end.metrics.items())
+        life.progress.say(f"segment {end.segment} ends at step {end.step}" + (f": {figures}" if figures else ""))
+    return end
+
+
+def verify(life: Life, result: SegmentResult) -> str:
+    """Read a segment's checkpoint back, beside the next segment. Damage closes the gate and raises `Damaged`."""
+    places = life.run.places
+    folder = places.checkpoints("local") / result.checkpoint
+    structure = checkpoint.read_structure(places.persistent)
+    outcome = checkpoint.verify(folder, structure=structure, run=life.run.record.run)
+    if outcome.ok:
+        marks.verified(places, result.checkpoint, "local", outcome)
+        return f"{result.checkpoint} verified: {outcome.bytes:,} bytes"
+    if not folder.exists():
+        return f"{result.checkpoint} was removed by retention before it was read"
+    marks.quarantine(places, result.checkpoint, "local", outcome.why)
+    life.observer.report_damage(result.checkpoint)
+    raise Damaged(result.checkpoint, outcome.file, outcome.why)
+
+
+def keep(life: Life) -> None:
+    """Delete what retention allows on every tier."""
+    job, places = life.run.job, life.run.places
+    resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}
+    in_use = {life.start.folder.name} if life.start and life.start.folder else set()
+    for tier, folder, freed in retention.apply(places, job.checkpoint.keep, job.checkpoint.best, resumed, in_use):
+        life.journal.record("checkpoint.removed", checkpoint=folder, tier=tier, bytes=freed)
+
+
+def decide(life: Life, end: AttemptEnd) -> Decision:
+    """Judge an attempt's end, say so, and set damaged checkpoints aside. Waits where the decision says so."""
+    faults.point("flow.decide")
+    committed = closing.committed_step(life.run.places)
+    decision = judge(end, None, History(tuple(life.past), committed, life.run.job.retries))
+    life.past.append(Past(end, committed))
+    life.end, life.decision = end, decision
+    life.journal.record(
+        "decision.made",
+        step=end.step,
+        severity=decision.severity,
+        text=decision.reason,
+        next=decision.next.value,
+        action=decision.action.value,
+        cause=end.cause.kind.value,
+    )
+    if decision.next is Next.walk_back:
+        _set_aside(life, end)
+    if end.cause.kind is CauseKind.probe and decision.next is Next.give_up:
+        for folder, tier in life.probed:
+            marks.lift(life.run.places, folder, tier)
+    if end.outcome is Outcome.failed:
+        verb = {Next.restart: "restarting", Next.walk_back: "going back to the checkpoint before"}.get(decision.next)
+        life.progress.say(f"attempt {end.attempt}: {decision.reason}" + (f"; {verb}" if verb else ""))
+    if decision.delay_seconds:
+        time.sleep(decision.delay_seconds * random.uniform(0.5, 1.0))  # noqa: S311 - jitter is no secret
+    return decision
+
+
+def finish(life: Life) -> dict[str, Any]:
+    """Bring the run to its end and give its JSON line.
+
+    Raises ValueError when the user's program or job is at fault, TrainingFailed when the run cannot go on.
+    """
+    if life.run.final is not None:
+        return closing.again(life)
+    assert life.decision is not None
+    if life.decision.next is Next.finish:
+        return closing.completed(life)
+    if life.decision.next is Next.stop:
+        return closing.stopped(life)
+    closing.failed(life)
+    if life.decision.user_error:
+        raise ValueError(life.decision.reason)
+    raise TrainingFailed(
+        f"{life.decision.reason}. What to do: {life.decision.action.value}; logs are in {life.run.places.persistent / 'logs'}."
+    )
+
+
+def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Journal) -> Life:
+    observer = Observer(run.places, journal.record)
+    progress = Progress(run.job.steps, lambda: observer.durable_step)
+    watch = Watch(
+        stop_wish=lambda: prefect.wish() or observer.takeover(),
+        gate=observer.gate,
+        show=progress.show,
+        record=journal.record,
+    )
+    supervisor = Supervisor(run.job, run.places, run.record, staged.staged.data, watch)
+    tracker = Tracker.of(run, journal.record)
+    return Life(run, journal, observer, supervisor, tracker, progress, prefect.flow_run_id, journal.past())
+
+
+def _open(life: Life, staged: Staged) -> None:
+    """Say that this flow run begins, and make sure that nothing of an earlier one still runs on this machine."""
+    places = life.run.places
+    for folder in (places.checkpoints("local"), places.checkpoints("persistent")):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if life.run.created:
+        life.journal.record(
+            "run.created", at=life.run.record.created, queued_since=min(staged.began, life.run.record.created)
+        )
+    life.journal.record("flow.started", at=staged.began, flow_run=life.flow_run)
+    life.journal.record("stage.started", at=staged.began)
+    life.journal.record(
+        "stage.finished",
+        at=staged.finished,
+        files=len(staged.staged.manifest.files),
+        bytes=staged.staged.bytes,
+        fetched=staged.staged.fetched,
+    )
+    life.supervisor.prepare()
+    killed = process.sweep(process.token(life.run.record), life.run.job.grace_seconds)
+    if killed:
+        life.journal.record("leftovers.killed", severity=Severity.medium, pids=list(killed))
+    _note_lost_attempt(life)
+    life.observer.start()
+    life.tracker.start()
+
+
+def _note_lost_attempt(life: Life) -> None:
+    """Say when the last attempt was seen alive, if the flow that supervised it could not say how it ended."""
+    places = life.run.places
+    lost = max(runs.claims(places), default=0)
+    if not lost or any(
+        e.get("kind") == "attempt.ended" and e.get("attempt") == lost for e in jsonl.read(places.events)
+    ):
+        return
+    signs = [row["time"] for row in jsonl.read(places.phases) if row.get("attempt") == lost]
+    for path in places.local.glob("heartbeat-*.json"):
+        try:
+            beat = Heartbeat.parse(path.read_bytes(), str(path.parent), path.name)
+        except (Damaged, FileNotFoundError):
+            continue
+        signs += [beat.time] if beat.attempt == lost else []
+    life.journal.attempt = lost
+    life.journal.record("attempt.lost", last_seen=max(signs, default=None))
+
+
+def _last_segment(life: Life, step: int) -> int:
+    """The number of the newest segment that ended at or before `step`."""
+    numbers = [0]
+    for path in (life.run.places.persistent / "segments").glob("*/result.json"):
+        try:
+            result = SegmentResult.parse(path.read_bytes(), str(path.parent), path.name)
+        except Damaged:
+            continue
+        if result.step <= step:
+            numbers.append(result.segment)
+    return max(numbers)
+
+
+def _set_aside(life: Life, end: AttemptEnd) -> None:
+    """Quarantine what the attempt's end names: on the tier it was read from, or everywhere for a probe mismatch."""
+    places, folder = life.run.places, end.cause.key
+    tiers = list(places.tiers) if end.cause.kind is CauseKind.probe else [life.start.tier if life.start else "local"]
+    if end.cause.kind is CauseKind.verification:
+        tiers = ["local"]
+    for tier in tiers:
+        if (places.checkpoints(tier) / folder).exists():
+            marks.quarantine(places, folder, tier, end.cause.message)
+            if end.cause.kind is CauseKind.probe:
+                life.probed.append((folder, tier))

@@ -1,0 +1,110 @@
+"""Looks at a run's marks and checkpoints from a side thread, so that no hung tier holds up supervision.
+
+Turns what the child and the copier did into events, and knows what the train flow asks at every tick: the newest
+durable step, and whether a checkpoint of the running attempt turned out damaged.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from everstep.core.checkpoint import Key, State
+from everstep.core.errors import EverstepError
+from everstep.host.runs import takeover_wish
+from everstep.store import checkpoint, marks
+from everstep.store.layout import RunPlaces
+
+LOOK_SECONDS = 0.25
+_KINDS = {
+    State.verified: "checkpoint.verified",
+    State.durable: "checkpoint.durable",
+    State.quarantined: "checkpoint.quarantined",
+}
+
+
+class Observer:
+    """Watches one run for the life of a flow run."""
+
+    def __init__(self, places: RunPlaces, record: Callable[..., None]) -> None:
+        self.durable_step = 0
+        self.durable: Key | None = None
+        self.attempt = 0
+        self._damaged: str | None = None
+        self._takeover = False
+        self._places = places
+        self._record = record
+        self._known: set[tuple[str, str, State]] = set()
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="everstep-observer", daemon=True)
+
+    def start(self) -> None:
+        """Learn what is there already, then watch."""
+        self._known = self._present()
+        self._note_durable()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look once more, and end."""
+        self._over.set()
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self.look()
+
+    def follow(self, attempt: int) -> None:
+        """From now on damage of this attempt's checkpoints closes the gate."""
+        self._damaged = None
+        self.attempt = attempt
+
+    def report_damage(self, folder: str) -> None:
+        """A verification beside the next segment failed."""
+        self._damaged = folder
+
+    def gate(self) -> str | None:
+        """The folder of this attempt's checkpoint that is damaged, or None."""
+        return self._damaged
+
+    def takeover(self) -> str | None:
+        """Why the run must be given to another flow run, or None."""
+        return "another flow run takes over" if self._takeover else None
+
+    def look(self) -> None:
+        """Compare what is there with what is known, and record what is new."""
+        with self._lock:
+            present = self._present()
+            for folder, tier, state in sorted(present - self._known, key=lambda one: (one[0], one[2].value, one[1])):
+                self._tell(folder, tier, state)
+            self._known |= present
+            self._note_durable()
+
+    def _tell(self, folder: str, tier: str, state: State) -> None:
+        key = Key.parse(folder)
+        if state is State.saved:
+            self._record("checkpoint.saved", step=key.step if key else None, checkpoint=folder, tier=tier)
+            return
+        reason = marks.reason(self._places, folder, tier, state)
+        self._record(
+            _KINDS[state], step=key.step if key else None, checkpoint=folder, tier=tier, text=reason, reason=reason
+        )
+        if state is State.quarantined and tier == "local" and key and key.attempt == self.attempt:
+            self._damaged = folder
+
+    def _present(self) -> set[tuple[str, str, State]]:
+        found = {
+            (folder, tier, state) for (folder, tier), states in marks.states(self._places).items() for state in states
+        }
+        saved, _ = checkpoint.find(self._places.checkpoints("local"))
+        return found | {(key.folder, "local", State.saved) for key in saved}
+
+    def _note_durable(self) -> None:
+        keys = [Key.parse(folder) for folder, _, state in self._known if state is State.durable]
+        self.durable = max((key for key in keys if key), default=None)
+        self.durable_step = self.durable.step if self.durable else 0
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            try:
+                self.look()
+                self._takeover = takeover_wish(self._places).exists()
+            except (OSError, EverstepError):  # a tier that does not answer now may answer later: unknown is not failed
+                time.sleep(LOOK_SECONDS)

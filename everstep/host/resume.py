@@ -1,0 +1,95 @@
+"""Where an attempt starts: the newest checkpoint that verifies, on the nearest tier that holds it whole.
+
+What does not verify is set aside by name and the one before is taken. A run that has committed checkpoints never
+starts at step 0 in silence.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.core.checkpoint import Key, State, Structure, candidates
+from everstep.core.errors import NoValidCheckpoint, StoreUnavailable
+from everstep.store import checkpoint, jsonl, marks
+from everstep.store.layout import RunPlaces
+
+Record = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A resume point: `folder` is None only for a run without any committed checkpoint."""
+
+    step: int
+    folder: Path | None
+    tier: str = ""
+
+
+def choose(places: RunPlaces, resumed: Mapping[int, int], record: Record, *, trust_marks: bool) -> Start:
+    """The resume point of the next attempt.
+
+    `resumed` maps claimed attempts to the steps they resumed from. With `trust_marks` a checkpoint that this flow run
+    has verified before is not read again (the child proves every byte while it loads). Raises NoValidCheckpoint.
+    """
+    structure = checkpoint.read_structure(places.persistent)
+    held = {tier: checkpoint.find(places.checkpoints(tier)) for tier in places.tiers}
+    _name_torn(places, held, record)
+    committed = {key for keys, _ in held.values() for key in keys}
+    silent: list[StoreUnavailable] = []
+    for key in candidates(committed, resumed):
+        for tier, (keys, _) in held.items():
+            if key not in keys:
+                continue
+            try:
+                if _passes(places, key, tier, structure, trust_marks=trust_marks):
+                    return Start(key.step, places.checkpoint(tier, key), tier)
+            except StoreUnavailable as error:  # another tier, or an older checkpoint, may do
+                silent.append(error)
+                record("checkpoint.unreadable", checkpoint=key.folder, tier=tier, text=str(error))
+    if silent:
+        raise silent[0]
+    if committed or _ever_saved(places):
+        raise NoValidCheckpoint(
+            f"Run {places.persistent.name} has committed checkpoints, but none verifies; nothing was deleted. "
+            f"Look at {places.persistent / 'marks'} for the reasons, put a good copy back, or set fresh: true."
+        )
+    return Start(0, None)
+
+
+def _passes(places: RunPlaces, key: Key, tier: str, structure: Structure | None, *, trust_marks: bool) -> bool:
+    known = marks.states(places).get((key.folder, tier), set())
+    if State.quarantined in known:
+        return False
+    if trust_marks and State.verified in known:
+        return True
+    result = checkpoint.verify(places.checkpoint(tier, key), structure=structure, run=places.persistent.name)
+    if result.ok:
+        marks.verified(places, key.folder, tier, result)
+        return True
+    marks.quarantine(places, key.folder, tier, result.why)
+    return False
+
+
+def _name_torn(places: RunPlaces, held: Mapping[str, tuple[list[Key], list[Key]]], record: Record) -> None:
+    """A folder without a manifest is no checkpoint. One that had been committed has lost it: that is damage."""
+    saved = saved_folders(places)
+    for tier, (_, torn) in held.items():
+        for key in torn:
+            if (key.folder, tier) in saved:
+                marks.quarantine(places, key.folder, tier, f"{key.folder}: manifest.json is missing.")
+            else:
+                record("checkpoint.torn", checkpoint=key.folder, tier=tier, text=f"{key.folder} was never committed")
+
+
+def saved_folders(places: RunPlaces) -> set[tuple[str, str]]:
+    """The checkpoints that have been committed, as (folder, tier), from the run's journal."""
+    kinds = {"checkpoint.saved": "local", "checkpoint.verified": "local", "checkpoint.durable": "persistent"}
+    return {
+        (event["data"]["checkpoint"], event["data"].get("tier", kinds[event["kind"]]))
+        for event in jsonl.read(places.events)
+        if event.get("kind") in kinds and "checkpoint" in event.get("data", {})
+    }
+
+
+def _ever_saved(places: RunPlaces) -> bool:
+    return bool(saved_folders(places)) or any((places.persistent / "segments").glob("*/result.json"))

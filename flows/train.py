@@ -1,0 +1,46 @@
+"""The life of a training run: stage, train in leased segments, verify beside the next one, keep, recover, report.
+
+`python -m flows.train job.yaml`, or `from flows.train import train; train(job)`.
+"""
+
+import sys
+
+if __name__ == "__main__":  # a wrong job is answered, and the server is starting, before Prefect is imported
+    from everstep.host.console import open_console
+
+    console = open_console(sys.argv[1:])
+
+from typing import Any
+
+from everstep.core.job import TrainJob
+from everstep.core.segment import SegmentResult
+from everstep.host.life import own_run
+from tasks.cancel import watching
+from tasks.server import LocalFlow
+from tasks.train import begin_attempt, decide, finish, keep, stage, train_segment, verify
+
+
+def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
+    """Train a job to its last step, whatever happens on the way.
+
+    Args:
+        job: The training job.
+        take_over: Ask another living flow run that owns this run to save and leave.
+
+    """
+    with watching() as prefect:
+        staged = stage(job)
+        with own_run(staged, prefect, take_over=take_over) as run:
+            while not run.over:
+                begin_attempt(run)
+                while isinstance(end := train_segment(run), SegmentResult):
+                    verify.submit(run, end)
+                    keep(run)
+                decide(run, end)
+            return finish(run)
+
+
+train = LocalFlow(life_of_a_run, name="train", flow_run_name="train-{job.name}", validate_parameters=True)
+
+if __name__ == "__main__":
+    raise SystemExit(console.run(train))

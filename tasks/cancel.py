@@ -1,0 +1,61 @@
+"""Whether Prefect wants this flow run to end: asked by a side thread, because a worker's cancel can be lost."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import PrefectException
+from prefect.runtime import flow_run
+
+POLL_SECONDS = 5.0
+_ENDING = {
+    StateType.CANCELLING: "cancelled in Prefect",
+    StateType.CANCELLED: "cancelled in Prefect",
+    StateType.CRASHED: "marked crashed in Prefect",
+    StateType.PAUSED: "suspended in Prefect",
+}
+
+
+class Watch:
+    """Polls the state of this flow run. No answer is no news: it looks again."""
+
+    def __init__(self, flow_run_id: str) -> None:
+        self.flow_run_id = flow_run_id
+        self.reason: str | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="everstep-prefect-state", daemon=True)
+
+    def start(self) -> None:
+        if self.flow_run_id:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def wish(self) -> str | None:
+        """Why Prefect wants the run to stop; None while it does not or cannot be asked."""
+        return self.reason
+
+    def _poll(self) -> None:
+        while not self._over.wait(POLL_SECONDS) and self.reason is None:
+            try:
+                with get_client(sync_client=True) as client:
+                    state = client.read_flow_run(UUID(self.flow_run_id)).state
+            except (httpx.HTTPError, PrefectException, OSError):
+                continue
+            self.reason = _ENDING.get(state.type) if state else None
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """A watch on the present flow run, for the length of the block."""
+    watch = Watch(str(flow_run.get_id() or ""))
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()

@@ -1,0 +1,47 @@
+"""A flow that brings its own Prefect server when none is configured, and leaves nothing behind."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from prefect import Flow
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    get_current_settings,
+    temporary_settings,
+)
+
+from everstep.host import server
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LocalFlow(Flow[P, R]):
+    """A flow that, called directly with no `PREFECT_API_URL`, runs against an embedded server that it starts and stops.
+
+    Run by a worker it is a flow like any other.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with embedded_server():
+            return super().__call__(*args, **kwargs)
+
+
+@contextmanager
+def embedded_server() -> Iterator[None]:
+    """Serve the API for the length of the block, unless settings name one already."""
+    if get_current_settings().api.url:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="everstep-prefect-") as folder:
+        own = server.start(Path(folder))
+        try:
+            own.wait_ready(60)
+            with temporary_settings({PREFECT_API_URL: own.url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
+                yield
+        finally:
+            own.stop()

@@ -1,0 +1,16 @@
+"""How Prefect treats the pieces of a training run. The training task is called directly, never submitted: only the
+main thread hears a cancel. Nothing is cached: every piece asks its own durable facts.
+"""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from everstep.host import life
+
+stage = task(name="stage-data", retries=2, retry_delay_seconds=[2, 10], cache_policy=NO_CACHE)(life.stage)
+begin_attempt = task(name="begin-attempt", cache_policy=NO_CACHE)(life.begin_attempt)
+train_segment = task(name="train-segment", cache_policy=NO_CACHE)(life.train_segment)
+verify = task(name="verify-checkpoint", cache_policy=NO_CACHE)(life.verify)
+keep = task(name="keep-checkpoints", cache_policy=NO_CACHE)(life.keep)
+decide = task(name="decide", cache_policy=NO_CACHE)(life.decide)
+finish = task(name="finish", cache_policy=NO_CACHE)(life.finish)
