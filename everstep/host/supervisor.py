@@ -21,6 +21,7 @@ from everstep.core.job import TrainJob
 from everstep.core.segment import AttemptEnd, AttemptSpec, SegmentResult
 from everstep.host import gang, process
 from everstep.host.attempt import Attempt
+from everstep.host.copier import CopierSpec
 from everstep.host.gang import Gang
 from everstep.host.keeper import Keeper
 from everstep.host.leasing import LeaseKeeper
@@ -67,7 +68,7 @@ class Supervisor:
         self._gang: Gang | None = None
         self._standby: Gang | None = None
         self._standby_wanted = False
-        line = b"\n"
+        line = self._copier_spec().model_dump_json().encode() + b"\n"
         log = self._logs / "copier.log"
         self._copier = Keeper(copier, line, self._environment(), f"{self.token}/copier", log, watch.record, clock)
 
@@ -194,6 +195,18 @@ class Supervisor:
     @property
     def _logs(self) -> Path:
         return self._places.log(1, 0).parent
+
+    def _copier_spec(self) -> CopierSpec:
+        places = self._places
+        return CopierSpec(
+            name=self._job.name,
+            run=self._run.run,
+            run_dir=str(places.persistent.absolute()),
+            local_dir=str(places.local.absolute()),
+            object_dir=str(places.object.absolute()) if places.object else None,
+            keep=self._job.checkpoint.keep,
+            parent_pid=os.getpid(),
+        )
 
     def _spec(self, claim: AttemptClaim, restore: Path | None) -> AttemptSpec:
         job, policy = self._job, self._job.checkpoint

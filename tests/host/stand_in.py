@@ -34,7 +34,11 @@ class Rank:
 
     def bad(self, fault):
         want = self.config.get("bad", {}).get(fault)
-        if want is None or want.get("rank", self.rank) != self.rank or want.get("attempt", self.attempt) != self.attempt:
+        if (
+            want is None
+            or want.get("rank", self.rank) != self.rank
+            or want.get("attempt", self.attempt) != self.attempt
+        ):
             return None
         return want if self.step >= want.get("step", 0) else None
 

@@ -77,7 +77,9 @@ def test_an_ignored_sigchld_is_an_end_without_a_status(tmp_path, token):
 
 def test_megabytes_without_a_newline_block_nobody_even_with_the_streams_held_open(tmp_path, token):
     """BC-178."""
-    program = "import os\nif os.fork() == 0:\n import time; time.sleep(600)\nfor fd in (1, 2): os.write(fd, b'x' * 5_000_000)"
+    program = (
+        "import os\nif os.fork() == 0:\n import time; time.sleep(600)\nfor fd in (1, 2): os.write(fd, b'x' * 5_000_000)"
+    )
     started = time.monotonic()
     child = spawn(tmp_path, token, python(program))
     assert child.wait(10) == 0
@@ -127,7 +129,14 @@ def test_a_prefix_ends_at_a_slash_and_a_spared_one_lives(tmp_path, token):
 
 
 def test_the_environment_is_an_allow_list(monkeypatch):
-    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_TOKEN", "CUDA_HOME", "LC_ALL"):
+    for name in (
+        "PREFECT_API_URL",
+        "MLFLOW_TRACKING_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "MY_TOKEN",
+        "CUDA_HOME",
+        "LC_ALL",
+    ):
         monkeypatch.setenv(name, name.lower())
     env = process.child_environment(("MY_TOKEN",), {"EXTRA": "1"})
     assert env["PATH"] == os.environ["PATH"]
@@ -137,7 +146,12 @@ def test_the_environment_is_an_allow_list(monkeypatch):
 
 
 def test_a_long_line_is_told_before_the_child_reads_and_a_longer_one_is_refused(tmp_path, token):
-    child = spawn(tmp_path, token, python("import sys, time; time.sleep(0.3); print(len(sys.stdin.readline()))"), stdin=subprocess.PIPE)
+    child = spawn(
+        tmp_path,
+        token,
+        python("import sys, time; time.sleep(0.3); print(len(sys.stdin.readline()))"),
+        stdin=subprocess.PIPE,
+    )
     started = time.monotonic()
     process.tell(child, b"x" * 500_000 + b"\n")
     assert time.monotonic() - started < 0.2
