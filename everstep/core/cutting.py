@@ -50,15 +50,15 @@ def cuts(events: Iterable[Event], phases: Iterable[PhaseMark], steps: Iterable[S
 def resumed(events: Iterable[Event]) -> dict[int, int]:
     """The step from which each attempt resumed, as `stretches` wants it.
 
-    A failed attempt with no successor yet has lost what it trained beyond its newest commit: it stands here as if one
-    had resumed from there.
+    An attempt that ended without a successor yet has lost what it trained beyond its newest commit: it stands here as
+    if one had resumed from there.
     """
     claims: dict[int, int] = {}
     left: dict[int, int] = {}
     for event in events:
         if event.kind == "attempt.claimed":
             claims[event.attempt] = _whole(event.data.get("resumed_from"))
-        elif event.kind == "attempt.ended" and _failed(event) and "committed_step" in event.data:
+        elif event.kind == "attempt.ended" and "committed_step" in event.data:
             left[event.attempt + 1] = _whole(event.data["committed_step"])
     last = max(claims, default=0)
     return claims | {attempt: step for attempt, step in left.items() if attempt > last}
