@@ -72,10 +72,12 @@ class Server:
 
 
 def start(log: Path, cache: Path | None = None) -> Server:
-    """Start a server whose output is appended to `log`; returns at once. `cache` holds the migrated template.
+    """Start a server whose output is appended to `log` (a file, or a folder for one); returns at once.
 
+    `cache` holds the migrated template; the user's cache folder if not given.
     Start it from a thread that lives as long as the server should, best the main thread.
     """
+    log = log / "prefect-server.log" if log.is_dir() else log
     _remove_abandoned()
     folder, lock = _own_folder()
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
