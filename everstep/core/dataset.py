@@ -11,7 +11,7 @@ from everstep.core.record import Record, Versioned
 def inside(path: str) -> str:
     """The path itself, if it is relative, normal and stays inside its folder; ValueError otherwise."""
     pure = PurePosixPath(path)
-    if not path or pure.is_absolute() or ".." in pure.parts or str(pure) != path or "\0" in path or "\\" in path:
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts or str(pure) != path or "\0" in path or "\\" in path:
         raise ValueError(f"path {path!r} does not stay inside its folder")
     return path
 

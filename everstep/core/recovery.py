@@ -54,13 +54,13 @@ class History:
 
     def same_cause_without_progress(self, end: AttemptEnd) -> int:
         """How many of the latest attempts ended for this cause with no step committed since."""
-        return sum(
-            1
-            for one in self.past
-            if one.end.outcome is Outcome.failed
-            and (one.end.cause.kind, one.end.cause.key) == (end.cause.kind, end.cause.key)
-            and one.committed_step >= self.committed_step
-        )
+        count = 0
+        for one in reversed(self.past):
+            if one.committed_step < self.committed_step:
+                break
+            same = (one.end.cause.kind, one.end.cause.key) == (end.cause.kind, end.cause.key)
+            count += same and one.end.outcome is Outcome.failed
+        return count
 
     def restarts(self) -> int:
         return sum(1 for one in self.past if one.end.outcome is Outcome.failed)
