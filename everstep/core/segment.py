@@ -81,6 +81,7 @@ class AttemptSpec(Versioned):
     local_dir: str
     dataset_fingerprint: str = ""
     code_version: str = ""
+    grace_seconds: float = Field(25.0, gt=0, description="After a stop signal a rank has left by then, saved or not.")
     parent_pid: int
 
 

@@ -1,0 +1,206 @@
+"""Checkpoints as folders: write one rank's files, commit them all with the manifest, read them back.
+
+Commit rule: the manifest is written last. A folder without it is not a checkpoint.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from torch import Tensor
+
+from everstep.core.checkpoint import MANIFEST, Manifest
+from everstep.core.dataset import FileEntry
+from everstep.core.errors import Damaged
+from everstep.store import atomic, faults
+from everstep.trainer import shards, tree
+from everstep.trainer.snapshot import Snapshot
+
+VERSION = 1
+PROGRESS = ("step", "samples", "epoch", "finished")
+
+_KEYS = frozenset({"schema_version", "rank", "world_size", "tree", "aliases", "progress", "probe", "environment"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a checkpoint, read back: its state, and the numbers beside it."""
+
+    state: dict[str, Any]
+    world_size: int
+    progress: dict[str, Any]
+    probe: dict[str, Any]
+    environment: dict[str, Any]
+
+
+def write_part(
+    folder: Path, snapshot: Snapshot, rank: int, world_size: int, environment: Mapping[str, Any], seen: shards.Seen
+) -> list[FileEntry]:
+    """Write one rank's files into `folder`, each whole or absent; `seen` is told of every piece's bytes."""
+    encoded = tree.encode(snapshot.state)
+    document = {
+        "schema_version": VERSION,
+        "rank": rank,
+        "world_size": world_size,
+        "tree": encoded.tree,
+        "aliases": encoded.aliases,
+        "progress": {
+            "step": snapshot.step,
+            "samples": snapshot.samples,
+            "epoch": snapshot.epoch,
+            "finished": snapshot.finished,
+        },
+        "probe": snapshot.probe,
+        "environment": dict(environment),
+    }
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    groups = shards.split(encoded.tensors)
+    names = [f"rank-{rank}.safetensors"] if len(groups) == 1 else _numbered(rank, len(groups))
+    half = _Half((len(text) + sum(one.nbytes for one in encoded.tensors.values())) // 2, seen)
+    entries = [
+        shards.write(folder / name, shards.pieces(group), half) for name, group in zip(names, groups, strict=True)
+    ]
+    entries.append(shards.write(folder / f"rank-{rank}.json", iter([text]), half))
+    atomic.sync_folder(folder)
+    return entries
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Publish the manifest: from here on the folder is a checkpoint."""
+    faults.point("save.before_manifest")
+    beside = folder / f".{MANIFEST}.{secrets.token_hex(4)}.tmp"
+    try:
+        with beside.open("xb") as file:
+            file.write(manifest.to_json().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        faults.point("save.rename")
+        beside.replace(folder / MANIFEST)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    atomic.sync_folder(folder)
+    faults.point("save.after_commit")
+
+
+def remove_part(folder: Path, rank: int) -> None:
+    """Take back one rank's files of a checkpoint that could not be committed."""
+    for path in (*folder.glob(f"rank-{rank}.*"), *folder.glob(f"rank-{rank}-*")):
+        path.unlink(missing_ok=True)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    try:
+        data = (folder / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(folder.name, MANIFEST, "is missing, so this is not a checkpoint") from None
+    return Manifest.parse(data, folder.name, MANIFEST)
+
+
+def read_part(folder: Path, manifest: Manifest, rank: int, threads: int, seen: shards.Seen) -> Part:
+    """One rank's part, every byte checked against the manifest while it is read. Raises Damaged."""
+    entries = entries_of(manifest, rank)
+    name = f"rank-{rank}.json"
+    if name not in entries:
+        raise Damaged(folder.name, MANIFEST, f"names no {name}")
+    document = _document(folder.name, name, shards.read(folder, entries.pop(name), threads), rank)
+    tensors: dict[str, Tensor] = {}
+    for path, entry in entries.items():
+        seen(entry.size)
+        tensors |= shards.parse(folder.name, path, shards.read(folder, entry, threads))
+    return _part(folder.name, name, document, tensors)
+
+
+def entries_of(manifest: Manifest, rank: int) -> dict[str, FileEntry]:
+    """The files of one rank, by name."""
+    ours = (f"rank-{rank}.", f"rank-{rank}-")
+    return {entry.path: entry for entry in manifest.files if entry.path.startswith(ours)}
+
+
+def check_others(folder: Path, manifest: Manifest, ranks: Iterable[int], threads: int, seen: shards.Seen) -> None:
+    """Check the files that belong to none of `ranks`: a checkpoint with one damaged member is damaged."""
+    known = {path for rank in ranks for path in entries_of(manifest, rank)}
+    for entry in manifest.files:
+        if entry.path not in known:
+            seen(entry.size)
+            shards.read(folder, entry, threads)
+
+
+def load_checkpoint(uri: str | Path) -> dict[str, Tensor]:
+    """The model's state dict in a checkpoint: a folder's path or `file://` URI. Raises Damaged; runs no stored code."""
+    folder = _folder(str(uri))
+    manifest = read_manifest(folder)
+    entries = entries_of(manifest, 0)
+    if "rank-0.json" not in entries:
+        raise Damaged(folder.name, MANIFEST, "names no rank-0.json")
+    data = shards.read(folder, entries.pop("rank-0.json"))
+    document = _document(folder.name, "rank-0.json", data, 0)
+    tensors: dict[str, Tensor] = {}
+    for path, entry in entries.items():
+        tensors |= shards.parse(folder.name, path, shards.read(folder, entry))
+    state = _part(folder.name, "rank-0.json", document, tensors).state["model"]
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _folder(uri: str) -> Path:
+    if "://" not in uri:
+        return Path(uri)
+    parts = urlsplit(uri)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        raise ValueError(f"checkpoint {uri!r} is neither a folder nor a file:// URI; fetch it first.")
+    return Path(unquote(parts.path))
+
+
+def _numbered(rank: int, count: int) -> list[str]:
+    return [f"rank-{rank}-{index}.safetensors" for index in range(count)]
+
+
+def _document(folder: str, name: str, data: bytes, rank: int) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise Damaged(folder, name, f"is no JSON ({error})") from None
+    if not isinstance(document, dict) or not set(document) >= _KEYS:
+        raise Damaged(folder, name, f"lacks {', '.join(sorted(_KEYS - set(document)))}")
+    if document["schema_version"] != VERSION:
+        why = f"has schema version {document['schema_version']}; this Everstep reads version {VERSION}"
+        raise Damaged(folder, name, why)
+    if document["rank"] != rank:
+        raise Damaged(folder, name, f"belongs to rank {document['rank']}")
+    return document
+
+
+def _part(folder: str, name: str, document: dict[str, Any], tensors: dict[str, Tensor]) -> Part:
+    try:
+        tensors |= {alias: tensors[first] for alias, first in document["aliases"].items()}
+        state = tree.decode(document["tree"], tensors)
+        progress = {key: int(document["progress"][key]) for key in PROGRESS}
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        raise Damaged(folder, name, f"holds no readable state ({type(error).__name__}: {error})") from None
+    return Part(state, int(document["world_size"]), progress, document["probe"], document["environment"])
+
+
+class _Half:
+    """Counts bytes, and passes the fault point in the middle of a rank's files once."""
+
+    def __init__(self, half: int, seen: shards.Seen) -> None:
+        self._left = half
+        self._seen = seen
+
+    def __call__(self, count: int) -> None:
+        before, self._left = self._left, self._left - count
+        if before > 0 >= self._left:
+            faults.point("save.mid_file")
+        self._seen(count)
+
+
+def files(parts: Iterable[Mapping[str, Any]]) -> Iterator[FileEntry]:
+    """The entries that the ranks' writers sent to rank 0."""
+    for part in parts:
+        for entry in part["files"]:
+            yield FileEntry.model_validate(entry)
