@@ -1,9 +1,7 @@
 """A flow that brings its own Prefect server when none is configured, and leaves nothing behind."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import Flow
@@ -18,6 +16,8 @@ from everstep.host import server
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+READY_SECONDS = 90.0
 
 
 class LocalFlow(Flow[P, R]):
@@ -37,11 +37,10 @@ def embedded_server() -> Iterator[None]:
     if get_current_settings().api.url:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="everstep-prefect-") as folder:
-        own = server.start(Path(folder))
-        try:
-            own.wait_ready(60)
-            with temporary_settings({PREFECT_API_URL: own.url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
-                yield
-        finally:
-            own.stop()
+    own = server.start(server.default_log())
+    try:
+        own.wait_ready(READY_SECONDS)
+        with temporary_settings({PREFECT_API_URL: own.url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
+            yield
+    finally:
+        own.stop()

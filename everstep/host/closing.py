@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from everstep.core.checkpoint import Key, State, candidates
 from everstep.core.errors import StoreUnavailable
 from everstep.core.segment import Outcome
-from everstep.core.timeline import account, stretches
 from everstep.host import history, outcome, runs
 from everstep.report import text
 from everstep.store import atomic, checkpoint, faults, marks
@@ -76,7 +75,7 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     life.tracker.finish(status, durable)
     life.journal.record("flow.ended", step=step, status=status)
     past = history.read(places)
-    spent = account(stretches(past.cuts, time.time(), past.resumed))
+    spent = past.account(time.time())
     final = {
         "run": life.run.record.run,
         "status": status,

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,7 @@ class Console:
 
     job: TrainJob
     take_over: bool
-    server: "server.Server | None"
-    folder: "tempfile.TemporaryDirectory[str] | None"
+    server: server.Server | None
 
     def run(self, train: Callable[..., Any]) -> int:
         """Run the flow, print the JSON line last, and return the exit code."""
@@ -47,8 +45,6 @@ class Console:
         finally:
             if self.server is not None:
                 self.server.stop()
-            if self.folder is not None:
-                self.folder.cleanup()
         return _close(log, None, FAILED)
 
 
@@ -67,12 +63,11 @@ def open_console(arguments: Sequence[str]) -> Console:
     except ValueError as error:
         _refuse(_sentence(error))
     if _has_api():
-        return Console(job, take_over, None, None)
-    folder = tempfile.TemporaryDirectory(prefix="everstep-prefect-")
-    own = server.start(Path(folder.name))
+        return Console(job, take_over, None)
+    own = server.start(server.default_log())
     os.environ["PREFECT_API_URL"] = own.url
     os.environ["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] = "false"
-    return Console(job, take_over, own, folder)
+    return Console(job, take_over, own)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

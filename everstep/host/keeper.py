@@ -1,4 +1,4 @@
-"""Keeps one helper process running beside the training, and starts it again when it dies."""
+"""Keeps the copier running beside the training, and starts it again when it dies. No fault of it reaches the training."""
 
 import subprocess
 import time
@@ -15,7 +15,7 @@ HEALTHY_SECONDS = 60.0
 
 
 class Keeper:
-    """A helper: a command that reads one line on its standard input and works until that is closed."""
+    """A helper: a command that reads `line` on its standard input, and finishes and leaves when that is closed."""
 
     def __init__(
         self,
@@ -48,7 +48,11 @@ class Keeper:
         """Start it unless it runs."""
         if self._process is not None:
             return
-        self._process = process.spawn(self._command, self._env, self._token, self._log, stdin=subprocess.PIPE)
+        try:
+            self._process = process.spawn(self._command, self._env, self._token, self._log, stdin=subprocess.PIPE)
+        except OSError as error:
+            self._try_later(f"the copier cannot be started: {error}")
+            return
         self._started = self._clock()
         self._again_at = None
         process.tell(self._process, self._line)
@@ -58,15 +62,14 @@ class Keeper:
         if self._again_at is not None and self._clock() >= self._again_at:
             self.restarts += 1
             self.start()
-            self._record("copier.restarted", restarts=self.restarts)
+            if self._process is not None:
+                self._record("copier.restarted", restarts=self.restarts)
         elif self._process is not None and (status := self._process.status()) is not None:
             self._process.close()
             self._process = None
             if self._clock() - self._started >= HEALTHY_SECONDS:
                 self._delay = FIRST_DELAY
-            self._again_at = self._clock() + self._delay
-            self._delay = min(2 * self._delay, LONGEST_DELAY)
-            self._record("copier.died", severity=Severity.medium, text=f"the copier ended with status {status}")
+            self._try_later(f"the copier ended with status {status}")
 
     def drain(self, seconds: float) -> bool:
         """Tell it that nothing more comes, and wait until it has finished. Whether it did, and well."""
@@ -87,3 +90,8 @@ class Keeper:
             self._process.close()
             self._process = None
         self._again_at = None
+
+    def _try_later(self, why: str) -> None:
+        self._again_at = self._clock() + self._delay
+        self._delay = min(2 * self._delay, LONGEST_DELAY)
+        self._record("copier.died", severity=Severity.medium, text=why)

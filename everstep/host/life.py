@@ -242,7 +242,7 @@ def _open(life: Life, staged: Staged) -> None:
         fetched=staged.staged.fetched,
     )
     life.supervisor.prepare()
-    killed = process.sweep(process.token(life.run.record), life.run.job.grace_seconds)
+    killed = process.sweep(process.token(life.run.record), life.run.job.grace_seconds, spare=life.supervisor.token)
     if killed:
         life.journal.record("leftovers.killed", severity=Severity.medium, pids=list(killed))
     _note_lost_attempt(life)

@@ -16,9 +16,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from everstep.core.checkpoint import RunRecord
+if TYPE_CHECKING:  # the warden imports this module, and is to start in no time
+    from everstep.core.checkpoint import RunRecord
 
 MARK = "EVERSTEP_ATTEMPT"
 PIPE_LIMIT = 1 << 20
@@ -30,7 +31,7 @@ _USUAL = re.compile(
 )
 
 
-def token(run: RunRecord) -> str:
+def token(run: "RunRecord") -> str:
     """The mark of all processes of a run, whoever started them.
 
     A run's id alone is not enough: two jobs that differ only in their name, or two persistent tiers on one machine,
@@ -108,7 +109,7 @@ def spawn(
     """Start `argv` in a session of its own, marked with `token`, with both outputs appended to the file `log`.
 
     It never shares a stream with this process (an inherited stdout keeps whoever reads it waiting after our death), and
-    it gets `death_signal` when the calling thread ends.
+    it gets `death_signal` when the calling thread ends; 0 is none.
     """
     launch = [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), str(int(death_signal)), "--", *argv]
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

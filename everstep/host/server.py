@@ -98,6 +98,13 @@ def start(log: Path, cache: Path | None = None) -> Server:
         listener.close()
 
 
+def default_log() -> Path:
+    """A log in the user's cache folder, for whoever has no better place."""
+    log = _cache().with_name("prefect-server.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log
+
+
 def _settings(folder: Path) -> dict[str, str]:
     """No user's profile or project file counts: home and working directory are the server's own folder."""
     settings = {

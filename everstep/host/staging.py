@@ -96,7 +96,7 @@ def _list(source: Path, local: Path) -> dict[str, os.stat_result]:
 
 
 def _walk(root: Path, folder: Path, prefix: str, above: tuple[Path, ...]) -> Iterator[tuple[str, os.stat_result]]:
-    for entry in os.scandir(folder):
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         name, path = f"{prefix}{entry.name}", Path(entry.path)
         try:
             inside(name).encode()

@@ -17,14 +17,16 @@ from pathlib import Path
 
 from everstep.core.checkpoint import AttemptClaim, RunRecord
 from everstep.core.errors import Fenced, StoreUnavailable
+from everstep.core.health import Severity
 from everstep.core.job import TrainJob
 from everstep.core.segment import AttemptEnd, AttemptSpec, SegmentResult
-from everstep.host import gang, process
+from everstep.host import gang, process, warden
 from everstep.host.attempt import Attempt
 from everstep.host.copier import CopierSpec
 from everstep.host.gang import Gang
 from everstep.host.keeper import Keeper
 from everstep.host.leasing import LeaseKeeper
+from everstep.host.process import Process
 from everstep.host.watch import Watch, newest_claim
 from everstep.store.layout import RunPlaces
 
@@ -70,6 +72,7 @@ class Supervisor:
         self._standby_wanted = False
         line = self._copier_spec().model_dump_json().encode() + b"\n"
         log = self._logs / "copier.log"
+        self._warden: Process | None = None
         self._copier = Keeper(copier, line, self._environment(), f"{self.token}/copier", log, watch.record, clock)
 
     def prepare(self) -> None:
@@ -141,6 +144,9 @@ class Supervisor:
                 self._gang = self._standby = None
                 self._copier.stop()
                 process.sweep(self.token, 0.0)
+                if self._warden is not None:
+                    self._warden.close()
+                    self._warden = None
 
     def _running(self) -> Attempt:
         if self._attempt is None:
@@ -179,14 +185,20 @@ class Supervisor:
         """One try for each attempt, after its first step: spare ranks that die by themselves are not made again."""
         if self._standby_wanted and attempt.has_trained:
             self._standby_wanted = False
-            if self._standby is None:
-                self._standby = self._spawn(STANDBY_NICENESS)
+            try:
+                self._standby = self._standby or self._spawn(STANDBY_NICENESS)
+            except OSError as error:
+                self._watch.record("standby.failed", severity=Severity.medium, text=str(error))
 
     def _spawn(self, nice: int = 0) -> Gang:
         self._serial += 1
         token = f"{self.token}/{self._serial}"
         env = self._environment()
-        return Gang.spawn(self._job.ranks, env, token, self._logs, command=self._command, nice=nice)
+        made = Gang.spawn(self._job.ranks, env, token, self._logs, command=self._command, nice=nice)
+        if self._warden is None:
+            self._warden = warden.start(self.token, self._job.grace_seconds, self._logs / "warden.log")
+        warden.look_after(self._warden, [one.pid for one in made.ranks])
+        return made
 
     def _environment(self) -> dict[str, str]:
         extra = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(self._run.threads)}
