@@ -3,17 +3,26 @@
 import difflib
 import hashlib
 import json
+import os.path
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from everstep.core.record import Record
 
 NAME = r"^[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?$"
 
-Steps = Annotated[int, Field(gt=0)]
+
+def _not_a_switch(value: object) -> object:
+    """YAML reads `yes` and `on` as true, which would pass as 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not yes or no")
+    return value
+
+
+Steps = Annotated[int, BeforeValidator(_not_a_switch), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -139,7 +148,7 @@ class TrainJob(Record):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        if not re.match(NAME, name):
+        if not re.fullmatch(NAME, name):
             raise ValueError("must be 1 to 63 characters of a-z, 0-9 and dashes, and not begin or end with a dash")
         return name
 
@@ -195,15 +204,18 @@ class TrainJob(Record):
 
 
 def explain(error: ValidationError, source: str) -> str:
-    """One plain sentence for the first thing that is wrong with a job: field, value, remedy."""
-    first = error.errors(include_url=False)[0]
+    """One plain sentence for the first thing that is wrong with a job: field, value, remedy.
+
+    A field that a job does not have comes first: the one that is missing may be the one that was meant.
+    """
+    errors = error.errors(include_url=False)
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"{source}: {field} is not a field of a job{_nearest(first['loc'])}."
+        return f"{source}: {field} is not a field of a job; {_nearest(first['loc'])}"
     if first["type"] == "missing":
         return f"{source}: {field} is missing; every job needs it."
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    message = message[0].lower() + message[1:]
+    message = _plain(first["type"], first["msg"])
     if not field:
         return f"{source}: the job {message}."
     shown = repr(first["input"])
@@ -213,19 +225,32 @@ def explain(error: ValidationError, source: str) -> str:
     return f"{source}: {field}: {shown}: {message}."
 
 
+def _plain(kind: str, message: str) -> str:
+    """Pydantic's words as one who writes a job file would say them."""
+    words = {
+        "model_type": "must be a group of fields",
+        "dict_type": "must be a group of fields",
+        "tuple_type": "must be a list",
+    }
+    if kind in words:
+        return words[kind]
+    message = message.removeprefix("Value error, ").rstrip(".").replace("Input should be", "must be")
+    return message[0].lower() + message[1:]
+
+
 def _nearest(location: tuple[int | str, ...]) -> str:
     model: type[Record] = TrainJob
     for part in location[:-1]:
         inner = model.model_fields.get(str(part))
         if inner is None or not isinstance(inner.annotation, type) or not issubclass(inner.annotation, Record):
-            return ""
+            return "remove it."
         model = inner.annotation
     close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(sorted(model.model_fields))}"
+    return f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(model.model_fields))}."
 
 
 def _under(base: Path, place: str) -> str:
-    return str(base / Path(place).expanduser())
+    return os.path.normpath(base / Path(place).expanduser())
 
 
 def _sqlite_under(base: Path, uri: str) -> str:
