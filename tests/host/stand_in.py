@@ -79,7 +79,7 @@ class Rank:
         if self.bad("noise"):
             for stream in (1, 2):
                 os.write(stream, b"x" * 5_000_000)
-        if self.bad("grandchild") and os.fork() == 0:
+        if self.bad("grandchild") and self.config["bad"].pop("grandchild") and os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 from everstep.core.checkpoint import AttemptClaim, RunRecord
 from everstep.core.errors import Fenced, StoreUnavailable
 from everstep.core.job import Limits, TrainJob
-from everstep.core.segment import AttemptEnd, CauseKind, Outcome, Phase, SegmentResult
+from everstep.core.segment import AttemptEnd, CauseKind, Outcome, SegmentResult
 from everstep.host import process
 from everstep.host.supervisor import Supervisor
 from everstep.host.watch import Watch
@@ -40,6 +41,7 @@ class Case:
             program="here:build", seed=0, config={}, threads=1,
         )  # fmt: skip
         self.events = []
+        self.times = {}
         self.wish = self.closed = None
         self.shown = []
         watch = Watch(lambda: self.wish, lambda: self.closed, self.show, self.record)
@@ -51,6 +53,7 @@ class Case:
     def record(self, kind, *, step=None, severity=None, text="", **data):
         json.dumps(data)
         self.events.append((kind, step, text, data))
+        self.times[kind] = time.monotonic()
 
     def claim(self, attempt=1, resumed_from=0):
         claim = AttemptClaim(attempt=attempt, resumed_from=resumed_from, host="h", pid=1, boot="b", time=time.time())
@@ -78,15 +81,9 @@ class Case:
         return next(event for event in self.events if event[0] == kind)
 
     def until_step(self, step):
-        """A side thread's view: wait until rank 0 has told of a step."""
-        while True:
-            try:
-                beat = json.loads(self.places.heartbeat(0).read_text())
-            except FileNotFoundError:
-                beat = {"step": 0}
-            if beat["step"] >= step:
-                return beat
-            time.sleep(0.005)
+        """A side thread's view: wait until every rank has told of a step; rank 0's heartbeat."""
+        _await(lambda: min(_step(self.places, rank) for rank in range(self.job.ranks)) >= step)
+        return json.loads(self.places.heartbeat(0).read_text())
 
 
 @pytest.fixture
@@ -121,7 +118,7 @@ def test_segments_come_in_order_and_the_boundary_is_leased_ahead(case, ranks):
     assert one.kinds().count("lease.extended") == 2
     assert "attempt.noticed" not in one.kinds()
     assert one.event("attempt.ended")[3]["committed_step"] == 30
-    assert one.shown[-1][0].phase in (Phase.train, Phase.save)
+    assert one.shown[-1][0].step > 0
 
 
 def test_a_dead_rank_is_noticed_at_once_and_ends_the_attempt(case):
@@ -157,7 +154,8 @@ def test_detection_of_a_kill_takes_a_fraction_of_a_second(case):
 
     thread = later(kill)
     _, end = one.end()
-    assert time.monotonic() - killed_at[0] < 0.6
+    assert one.times["attempt.noticed"] - killed_at[0] < 0.5
+    assert time.monotonic() - killed_at[0] < 2
     assert end.cause.kind is CauseKind.killed
     thread.join()
 
@@ -376,7 +374,7 @@ def test_a_restart_takes_the_warm_standby(case):
 def test_a_standby_that_died_is_replaced_by_a_cold_start(case):
     one = case(steps=10)
     one.supervisor.prepare()
-    (standby,) = process.marked(one.supervisor.token)
+    (standby,) = process.marked(one.supervisor.token + "/1")
     os.kill(standby, signal.SIGKILL)
     one.supervisor._standby.ranks[0].wait(5)
     one.start()
@@ -401,6 +399,55 @@ def test_a_grandchild_that_left_dies_with_the_attempt(case):
     _, end = one.end()
     assert end.cause.kind is CauseKind.killed
     assert process.marked(one.supervisor.token + "/1") == []
+
+
+FLOW = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_supervisor import Case
+case = Case(Path(sys.argv[2]), steps=100000, segment_steps=100000, standby=True, ranks=2, grace_seconds=float(sys.argv[3]),
+            config={"bad": {"grandchild": {"step": 1, "rank": 0}, "hang": {"step": 3, "rank": 1}}, "save_seconds": 0.3})
+case.start()
+print(case.supervisor.token, flush=True)
+case.end(600)
+"""
+
+
+@pytest.mark.parametrize("who", ["flow", "ranks and flow"])
+def test_nothing_outlives_a_killed_flow(tmp_path, who):
+    """BC-069: also not a rank that hangs, nor a grandchild that nobody knows any more."""
+    here = str(Path(__file__).parent)
+    flow = subprocess.Popen([sys.executable, "-c", FLOW, here, str(tmp_path), "1"], stdout=subprocess.PIPE, text=True)
+    token = flow.stdout.readline().strip()
+    local = RunPlaces(tmp_path / "persistent", tmp_path / "local")
+    _await(lambda: _step(local) >= 5 and len(process.marked(f"{token}/2")) == 2)
+    ranks = process.marked(f"{token}/1")
+    assert len(ranks) == 3
+    for pid in ranks[:2] if who != "flow" else ():
+        os.kill(pid, signal.SIGKILL)
+    flow.kill()
+    flow.wait()
+    flow.stdout.close()
+    started = time.monotonic()
+    _await(lambda: process.marked(token) == [], 10)
+    assert time.monotonic() - started < (1.0 + 1.0 + 0.5 + 1.0 if who == "flow" else 2.5)
+    saved = json.loads(local.end(1, 0).read_text()) if who == "flow" else None
+    assert saved is None or (saved["outcome"], saved["saved_step"]) == ("stopped", saved["step"])
+
+
+def _step(places, rank=0):
+    try:
+        return json.loads(places.heartbeat(rank).read_text())["step"]
+    except FileNotFoundError:
+        return -1
+
+
+def _await(condition, seconds=20):
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
 
 
 def test_leftovers_of_a_former_supervisor_are_ended_first(case, tmp_path):
@@ -444,3 +491,20 @@ def test_the_copier_is_started_again_and_drained(case):
     assert one.supervisor._copier.pid not in (None, first)
     assert [kind for kind in one.kinds() if kind.startswith("copier")] == ["copier.died", "copier.restarted"]
     assert one.supervisor.drain(10)
+
+
+def test_no_fault_of_the_copier_or_of_a_standby_reaches_the_training(case, tmp_path, monkeypatch):
+    one = case(standby=True)
+    real = process.spawn
+
+    def spawn(argv, env, token, log, **options):
+        if token.endswith(("copier", "/2")):
+            raise OSError(12, "Cannot allocate memory")
+        return real(argv, env, token, log, **options)
+
+    monkeypatch.setattr(process, "spawn", spawn)
+    one.start()
+    _, end = one.end()
+    assert end.outcome is Outcome.done
+    assert {"copier.died", "standby.failed"} <= set(one.kinds())
+    assert not one.supervisor.drain(0.1)
