@@ -9,7 +9,7 @@ from everstep.core.chronicle import AttemptStory, Chronicle, Held
 from everstep.core.timeline import Account, Bucket
 
 WIDTH = 100
-BAR = 40
+BAR = 28
 NEWEST = 12
 """So many attempts and checkpoints are listed, the newest ones; the rest are counted."""
 
@@ -68,10 +68,12 @@ def _facts(chronicle: Chronicle, final: Mapping[str, Any], account: Account) -> 
     if chronicle.record:
         began = chronicle.cuts[0].time if chronicle.cuts else chronicle.record.created
         yield "program", chronicle.record.program
-        yield (
-            "began",
-            f"{datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC; the account below covers {duration(account.wall)}",
-        )
+        yield "began", f"{datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    yield "lasted", duration(account.wall) if account.wall else ""
+    restarts = sum(1 for one in chronicle.attempts if one.decision in ("restart", "walk_back"))
+    cost = sum(one.cost for one in chronicle.attempts)
+    some = f"{restarts}, which cost {duration(cost)}" if restarts else "none"
+    yield "restarts", some if chronicle.attempts else ""
     rate = chronicle.samples_per_second
     yield "speed", f"{rate:,.1f} samples/s while training" if rate else ""
     yield "evaluation", ", ".join(f"{key} {value:.4g}" for key, value in sorted(chronicle.last_metrics.items()))
@@ -83,7 +85,7 @@ def _facts(chronicle: Chronicle, final: Mapping[str, Any], account: Account) -> 
 
 def _ended_because(chronicle: Chronicle, status: str) -> str:
     last = chronicle.attempts[-1] if chronicle.attempts else None
-    return f": {last.cause}" if last and last.cause and status in ("failed", "stopped") else ""
+    return f": {_line(last.cause)}" if last and last.cause and status in ("failed", "stopped") else ""
 
 
 def _time(account: Account) -> list[str]:
@@ -112,7 +114,7 @@ def _attempts(stories: Sequence[AttemptStory]) -> list[str]:
     rows = [("no", "from step", "to step", "ended", "cost", "why, and what followed")]
     for one in shown:
         reached = "" if one.step is None else str(one.step)
-        why = one.cause + (f" -> {one.decision.replace('_', ' ')}" if one.decision else "")
+        why = _line(one.cause) + (f" -> {one.decision.replace('_', ' ')}" if one.decision else "")
         cost = f"{one.cost:.1f} s" if one.cost else "-"
         rows.append((str(one.attempt), str(one.resumed_from), reached, one.outcome, cost, why))
     lines += _table(rows)
@@ -148,7 +150,7 @@ def _set_aside(held: Iterable[Held]) -> list[str]:
     lines = _title("Set aside, never to be chosen")
     for one in bad:
         gone = " (the files are gone)" if one.gone else ""
-        lines.append(f"  {one.key.folder} on {one.tier}{gone}: {one.reason or 'no reason was noted'}")
+        lines.append(f"  {one.key.folder} on {one.tier}{gone}: {_line(one.reason) or 'no reason was noted'}")
     return lines
 
 
@@ -173,6 +175,12 @@ def size(count: int) -> str:
             break
         value, unit = value / 1000, bigger
     return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
+
+
+def _line(text: str) -> str:
+    """A cause may be a program's own words, over many lines; the log has them all."""
+    first = text.splitlines()[0] if text else ""
+    return first if len(first) <= WIDTH else first[: WIDTH - 3] + "..."
 
 
 def _title(text: str, older: int = 0) -> list[str]:
