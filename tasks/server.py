@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 from prefect import Flow
 from prefect.settings import (
     PREFECT_API_URL,
+    PREFECT_LOGGING_TO_API_ENABLED,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
     get_current_settings,
     temporary_settings,
@@ -40,7 +41,12 @@ def embedded_server() -> Iterator[None]:
     own = server.start(server.default_log())
     try:
         own.wait_ready(READY_SECONDS)
-        with temporary_settings({PREFECT_API_URL: own.url, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
+        alone = {
+            PREFECT_API_URL: own.url,
+            PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False,
+            PREFECT_LOGGING_TO_API_ENABLED: False,
+        }
+        with temporary_settings(alone):
             yield
     finally:
         own.stop()

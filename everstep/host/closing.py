@@ -31,6 +31,7 @@ def completed(life: "Life") -> dict[str, Any]:
             f"checkpoint within {DRAIN_SECONDS:.0f} s; mend the tier and run the same command to finish the copy."
         )
     life.observer.look()
+    life.keep()
     return _write_down(life, "completed", tracker_seconds=15.0)
 
 

@@ -67,6 +67,7 @@ def open_console(arguments: Sequence[str]) -> Console:
     own = server.start(server.default_log())
     os.environ["PREFECT_API_URL"] = own.url
     os.environ["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] = "false"
+    os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"  # the server goes with the flow: nobody could read them
     return Console(job, take_over, own)
 
 

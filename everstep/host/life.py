@@ -69,6 +69,14 @@ class Life:
             self.decision is not None and self.decision.next not in (Next.restart, Next.walk_back)
         )
 
+    def keep(self) -> None:
+        """Delete what retention allows on every tier."""
+        policy, places = self.run.job.checkpoint, self.run.places
+        resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}
+        in_use = {self.start.folder.name} if self.start and self.start.folder else set()
+        for tier, folder, freed in retention.apply(places, policy.keep, policy.best, resumed, in_use):
+            self.journal.record("checkpoint.removed", checkpoint=folder, tier=tier, bytes=freed)
+
 
 def stage(job: TrainJob) -> Staged:
     """Check the job and bring its data to the local tier. Raises ValueError for what the user can mend."""
@@ -153,11 +161,7 @@ def verify(life: Life, result: SegmentResult) -> str:
 
 def keep(life: Life) -> None:
     """Delete what retention allows on every tier."""
-    job, places = life.run.job, life.run.places
-    resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}
-    in_use = {life.start.folder.name} if life.start and life.start.folder else set()
-    for tier, folder, freed in retention.apply(places, job.checkpoint.keep, job.checkpoint.best, resumed, in_use):
-        life.journal.record("checkpoint.removed", checkpoint=folder, tier=tier, bytes=freed)
+    life.keep()
 
 
 def decide(life: Life, end: AttemptEnd) -> Decision:
