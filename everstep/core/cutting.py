@@ -50,8 +50,8 @@ def cuts(events: Iterable[Event], phases: Iterable[PhaseMark], steps: Iterable[S
 def resumed(events: Iterable[Event]) -> dict[int, int]:
     """The step from which each attempt resumed, as `stretches` wants it.
 
-    An attempt that ended without a successor yet has lost what it trained beyond its newest commit: it stands here as
-    if one had resumed from there.
+    An attempt that ended beyond its newest commit and has no successor yet has lost what lies between: it stands here
+    as if one had resumed from that commit.
     """
     claims: dict[int, int] = {}
     left: dict[int, int] = {}
@@ -59,7 +59,9 @@ def resumed(events: Iterable[Event]) -> dict[int, int]:
         if event.kind == "attempt.claimed":
             claims[event.attempt] = _whole(event.data.get("resumed_from"))
         elif event.kind == "attempt.ended" and "committed_step" in event.data:
-            left[event.attempt + 1] = _whole(event.data["committed_step"])
+            committed = _whole(event.data["committed_step"])
+            if _failed(event) or committed < (event.step or 0):
+                left[event.attempt + 1] = committed
     last = max(claims, default=0)
     return claims | {attempt: step for attempt, step in left.items() if attempt > last}
 

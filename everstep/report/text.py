@@ -10,6 +10,8 @@ from everstep.core.timeline import Account, Bucket
 
 WIDTH = 100
 BAR = 28
+NOTICED = 0.05
+"""Seconds below this would show as 0.0 and are left out."""
 NEWEST = 12
 """So many attempts and checkpoints are listed, the newest ones; the rest are counted."""
 
@@ -94,7 +96,7 @@ def _time(account: Account) -> list[str]:
     most = max(account.buckets.values())
     lines = _title("Where the time went")
     for bucket, seconds in account.buckets.items():
-        if seconds > 0:
+        if seconds >= NOTICED:
             bar = "#" * max(1, round(BAR * seconds / most))
             share = 100 * seconds / account.wall
             lines.append(
@@ -114,16 +116,14 @@ def _attempts(stories: Sequence[AttemptStory]) -> list[str]:
     rows = [("no", "from step", "to step", "ended", "cost", "why, and what followed")]
     for one in shown:
         reached = "" if one.step is None else str(one.step)
-        why = _line(one.cause) + (f" -> {one.decision.replace('_', ' ')}" if one.decision else "")
-        cost = f"{one.cost:.1f} s" if one.cost else "-"
+        why = " -> ".join(part for part in (_line(one.cause), one.decision.replace("_", " ")) if part)
+        cost = f"{one.cost:.1f} s" if one.cost >= NOTICED else "-"
         rows.append((str(one.attempt), str(one.resumed_from), reached, one.outcome, cost, why))
     lines += _table(rows)
     total = sum(one.cost for one in stories)
-    return lines + (
-        ["", f"  Cost = work thrown away, then the time until training went on; {duration(total)} in all."]
-        if total
-        else []
-    )
+    if total >= NOTICED:
+        lines += ["", f"  Cost = work thrown away, then the time until training went on; {duration(total)} in all."]
+    return lines
 
 
 def _checkpoints(held: Iterable[Held]) -> list[str]:
