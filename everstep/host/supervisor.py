@@ -33,7 +33,7 @@ from everstep.store.layout import RunPlaces
 __all__ = ["Supervisor", "Watch"]
 
 DEFAULT_SAVE_SECONDS = 15 * 60.0
-STANDBY_NICENESS = 10
+STANDBY_NICENESS = 5
 COPIER = (sys.executable, "-m", "everstep.host.copier")
 
 

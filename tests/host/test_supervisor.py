@@ -205,7 +205,7 @@ def test_a_rank_that_never_gives_a_sign_is_a_hang_of_the_start(case):
 
 def test_a_heartbeat_that_cannot_be_read_is_unknown_not_failed(case):
     limits = {"start": 20, "save": 20, "wait": 20, "train_floor": 0.2}
-    one = case(config={"step_seconds": 1.0}, limits=limits, steps=2, segment_steps=2)
+    one = case(config={"step_seconds": 0.5}, limits=limits, steps=2, segment_steps=2)
     over = threading.Event()
 
     def spoil():
