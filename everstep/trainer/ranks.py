@@ -102,11 +102,12 @@ def set_environment(spec: AttemptSpec) -> None:
 
 
 def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Large elements first, so that each tensor's bytes lie where its dtype allows."""
     groups: dict[torch.device, list[Tensor]] = {}
     for one in tensors:
         if one.numel():
             groups.setdefault(one.device, []).append(one.detach())
-    return list(groups.values())
+    return [sorted(group, key=lambda one: -one.element_size()) for group in groups.values()]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -34,15 +34,19 @@ class Gang:
     def wait(self, seconds=30.0):
         """Exit codes by rank (negative: signal)."""
         until = time.monotonic() + seconds
-        while len(self.statuses) < len(self.pids):
-            for rank, pid in enumerate(self.pids):
-                if rank not in self.statuses and (code := self.driver.zygote.ask({"reap": pid})) is not None:
-                    self.statuses[rank] = code
+        while not self.dead() or len(self.statuses) < len(self.pids):
             if time.monotonic() > until:
                 self.kill()
                 raise AssertionError(f"still alive: {self.pids}; {self.logs()}")
             time.sleep(0.005)
         return [self.statuses[rank] for rank in range(len(self.pids))]
+
+    def dead(self):
+        """Whether a rank has ended."""
+        for rank, pid in enumerate(self.pids):
+            if rank not in self.statuses and (code := self.driver.zygote.ask({"reap": pid})) is not None:
+                self.statuses[rank] = code
+        return bool(self.statuses)
 
     def kill(self, number=signal.SIGKILL):
         for rank, pid in enumerate(self.pids):
@@ -164,18 +168,29 @@ class Driver:
                     found[row["step"]] = {key: row[key] for key in row if key not in ("attempt", "time")}
         return found
 
-    def journal(self, rank, starts, per_step=1):
-        """Accepted journal rows of a rank: `starts` has the step from which each process began."""
-        parts, accepted = [], []
+    def parts(self, rank):
+        """The journal rows of a rank, for each process that wrote any."""
+        parts = []
         for row in jsonl.read(self.folder / "journal" / f"{rank}.jsonl"):
             if "start" in row:
                 parts.append([])
             else:
                 parts[-1].append(row)
-        assert len(parts) == len(starts)
-        for start, part in zip(starts, parts, strict=True):
-            accepted[start * per_step :] = part
+        return parts
+
+    def journal(self, rank, starts):
+        """Accepted journal rows of a rank: `starts` has the step from which each process began."""
+        accepted = []
+        for start, part in zip(starts, self.parts(rank), strict=True):
+            accepted = [row for row in accepted if row["step"] <= start] + part
         return accepted
+
+    def fired(self, attempt):
+        """Whether the first fault of an attempt has happened."""
+        return (self.folder / f"faults-{attempt}.json.0.fired").exists()
+
+    def has(self, step):
+        return step == 0 or any(folder.startswith(f"step-{step:08d}.") for folder in self.committed())
 
     def result(self, segment):
         return SegmentResult.parse(self.places.result(segment).read_bytes(), "segments", "result.json")
@@ -186,7 +201,8 @@ class Driver:
     def until(self, condition, seconds=20.0):
         until = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < until, "waited in vain"
+            assert time.monotonic() < until, self.gangs[-1].logs()
+            assert not (self.gangs[-1].dead() and not condition()), self.gangs[-1].logs()
             time.sleep(0.005)
 
     def phase(self, phase, rank=0):

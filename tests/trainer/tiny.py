@@ -76,12 +76,27 @@ class Tiny:
     def loss(self, batch):
         ids, rows, noise = batch
         if self.model.training:
-            self.note({"ids": ids.tolist(), "noise": [[one.hex() for one in row] for row in noise.tolist()]})
+            self.dump()
+            step = self.scheduler.last_epoch + 1
+            self.note(
+                {"step": step, "ids": ids.tolist(), "noise": [[one.hex() for one in row] for row in noise.tolist()]}
+            )
             time.sleep(self.config.get("sleep", 0.0))
             if ids.tolist()[0] == self.config.get("fail_at_id"):
                 raise ZeroDivisionError("the row is bad")
         target = rows.sum(dim=1, keepdim=True)
         return ((self.model(rows + noise[:, :1].float()) - target) ** 2).mean()
+
+    def dump(self):
+        """Once, before the first step: the state of the helpers."""
+        path = self.config.pop("dump", None)
+        if path:
+            state = {
+                "patience": self.patience.state_dict(),
+                "scheduler": repr(self.scheduler.state_dict()),
+                "exp_avg": self.optimizer.state_dict()["state"][0]["exp_avg"].tolist(),
+            }
+            Path(path).write_text(json.dumps(state))
 
     def evaluate(self):
         time.sleep(self.config.get("evaluate_sleep", 0.0))
