@@ -264,7 +264,11 @@ def main() -> int:
     line = words.line()
     if not line:
         return 0
-    spec = CopierSpec.parse(line, "standard input", "line 1")
+    try:
+        spec = CopierSpec.parse(line, "standard input", "line 1")
+    except Damaged as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     os.nice(NICENESS)
     try:
         _die_with(spec.parent_pid)

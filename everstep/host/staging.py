@@ -113,7 +113,7 @@ def _walk(root: Path, folder: Path, prefix: str, above: tuple[Path, ...]) -> Ite
 
 
 def _check_link(root: Path, path: Path, name: str, above: tuple[Path, ...]) -> None:
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
     if not target.is_relative_to(root):
         raise ValueError(f"data.source: {name!r} is a link that leaves the folder; put the file itself there")
     if not target.exists():
@@ -129,7 +129,9 @@ def _hash(source: Path, listed: dict[str, os.stat_result], datasets: Path) -> Da
     files: dict[str, Known] = {}
     for name, stat in listed.items():
         one = known.get(name)
-        files[name] = one if one and _is_same(one, stat) else _known(stat, digest.of_file((source / name).resolve()))
+        if not one or not _is_same(one, stat):
+            one = _known(stat, digest.of_file((source / name).resolve(), limit=stat.st_size))
+        files[name] = one
     old = time.time_ns() - int(SETTLED_SECONDS * 1e9)
     settled = {name: one for name, one in files.items() if max(one.modified, one.changed) < old}
     if settled != known:
@@ -234,7 +236,10 @@ def _fetch_file(source: Path, data: Path, entry: FileEntry, moved: Callable[[int
 
     try:
         for _ in range(2):
-            if digest.copy(source / entry.path, part, passed, follow=True) == (entry.blake3, entry.size):
+            if digest.copy(source / entry.path, part, passed, follow=True, limit=entry.size) == (
+                entry.blake3,
+                entry.size,
+            ):
                 part.replace(target)
                 return
     except FileNotFoundError:

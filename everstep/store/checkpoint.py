@@ -42,7 +42,7 @@ def read_manifest_bytes(folder: Path) -> bytes:
     """The manifest as it lies on the disk."""
 
     def read() -> bytes:
-        handle = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise Damaged(folder.name, MANIFEST, "is not a regular file")
@@ -116,7 +116,7 @@ def verify(
 
 def _parse_manifest(folder: Path, data: bytes) -> Manifest:
     manifest = Manifest.parse(data, folder.name, MANIFEST)
-    if not manifest.is_sealed:
+    if not manifest.is_sealed or not data.endswith(b"}\n"):
         raise Damaged(folder.name, MANIFEST, "was altered: it does not match its own seal")
     return manifest
 
@@ -131,14 +131,18 @@ def _check_identity(folder: Path, manifest: Manifest, run: str | None, job: str 
 
 
 def _check_files(folder: Path, manifest: Manifest, structure: Structure | None) -> int:
+    """Small files first: what they say is believed only after their digests, so that the right file is blamed."""
     _check_listing(folder, manifest)
+    weights = [entry for entry in manifest.files if entry.path.endswith(".safetensors")]
+    for entry in manifest.files:
+        if entry not in weights:
+            _check_bytes(folder, entry, [])
     content = contents.read(folder, manifest)
     if structure is not None:
         contents.check_structure(content, structure)
     watched = contents.must_be_finite(content, structure)
-    for entry in sorted(manifest.files, key=lambda entry: entry.path.endswith(".safetensors")):
-        if entry.path.endswith(".safetensors"):
-            faults.point("verify.mid")
+    faults.point("verify.mid")
+    for entry in weights:
         _check_bytes(folder, entry, [held.tensor for held in watched if held.path == entry.path])
     return manifest.bytes
 
@@ -167,7 +171,9 @@ def _check_bytes(folder: Path, entry: FileEntry, watched: list[tensors.Tensor]) 
 
     def read() -> tuple[str, set[str]]:
         scan = tensors.Scan(watched)
-        return digest.of_file(folder / entry.path, scan.see if watched else None, cold=True), scan.found
+        return digest.of_file(
+            folder / entry.path, scan.see if watched else None, cold=True, limit=entry.size
+        ), scan.found
 
     found, bad = contents.reading(folder, entry.path, read)
     if found != entry.blake3:

@@ -17,7 +17,12 @@ from everstep.store import tensors
 
 EIO_PAUSES = (0.1, 0.4)  # seconds before a file that gave an I/O error is read again
 
-_NOT_THERE = {errno.ENOENT: "is missing", errno.ENOTDIR: "is missing", errno.ELOOP: "is a symbolic link"}
+_NOT_THERE = {
+    errno.ENOENT: "is missing",
+    errno.ENOTDIR: "is missing",
+    errno.EISDIR: "is a folder",
+    errno.ELOOP: "is a symbolic link",
+}
 
 T = TypeVar("T")
 
@@ -53,8 +58,8 @@ def read(folder: Path, manifest: Manifest) -> Contents:
     for rank, held in enumerate(ranks):
         value = parsed[f"rank-{rank}.json"]
         _check_rank(folder, rank, value, manifest)
-        _check_references(folder, value, held)
-    return Contents(folder, ranks, _aliases(folder, parsed["rank-0.json"], ranks[0]))
+        _check_references(folder, rank, value, held)
+    return Contents(folder, ranks, _aliases(folder, 0, parsed["rank-0.json"], ranks[0]))
 
 
 def check_structure(content: Contents, structure: Structure) -> None:
@@ -146,30 +151,41 @@ def _tensors_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Held]:
     return found
 
 
-def _check_references(folder: Path, value: dict[str, Any], held: dict[str, Held]) -> None:
-    """A tensor that no state names would be lost at the next load."""
-    named: set[str] = set()
-    waiting: list[Any] = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            named.add(one)
-        elif isinstance(one, dict):
-            waiting += [*one, *one.values()]
-        elif isinstance(one, list):
-            waiting += one
+def _check_references(folder: Path, rank: int, value: dict[str, Any], held: dict[str, Held]) -> None:
+    """The state refers to every tensor, and to none that is not there: either would be lost at the next load."""
+    name = f"rank-{rank}.json"
+    if "tree" not in value:
+        raise Damaged(folder.name, name, "has no state")
+    named = _named(value["tree"])
     lost = sorted(held.keys() - named)
     if lost:
         raise Damaged(folder.name, held[lost[0]].path, f"holds {lost[0]!r}, to which no state refers")
+    absent = sorted(named - held.keys() - _aliases(folder, rank, value, held).keys())
+    if absent:
+        raise Damaged(folder.name, name, f"refers to {absent[0]!r}, which no file holds")
 
 
-def _aliases(folder: Path, value: dict[str, Any], held: dict[str, Held]) -> dict[str, str]:
-    found = value.get("aliases", {})
+def _named(tree: Any) -> set[str]:
+    """The names of all tensors and arrays in an encoded tree (the words are those of `trainer.tree`)."""
+    named: set[str] = set()
+    waiting = [tree]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, dict):
+            named |= {one[word] for word in ("$tensor", "$array") if isinstance(one.get(word), str)}
+            waiting += one.values()
+    return named
+
+
+def _aliases(folder: Path, rank: int, value: dict[str, Any], held: dict[str, Held]) -> dict[str, str]:
+    found, path = value.get("aliases", {}), f"rank-{rank}.json"
     if not isinstance(found, dict):
-        raise Damaged(folder.name, "rank-0.json", "has aliases that are not a map of names")
+        raise Damaged(folder.name, path, "has aliases that are not a map of names")
     for name, target in found.items():
         if not isinstance(target, str) or target not in held or name in held:
-            raise Damaged(folder.name, "rank-0.json", f"ties {name!r} to {target!r}, which is not stored once")
+            raise Damaged(folder.name, path, f"ties {name!r} to {target!r}, which is not stored once")
     return found
 
 

@@ -18,18 +18,21 @@ def of_bytes(data: bytes) -> str:
     return str(blake3(data).hexdigest())
 
 
-def of_file(path: Path, see: Callable[[memoryview], None] | None = None, *, cold: bool = False) -> str:
+def of_file(
+    path: Path, see: Callable[[memoryview], None] | None = None, *, cold: bool = False, limit: int | None = None
+) -> str:
     """The digest of a regular file; `see` is shown the same bytes in the same pass.
 
     `cold` drops the file from the page cache first, so that the bytes come from the device where the kernel allows it.
-    A symbolic link is refused (OSError ELOOP).
+    A symbolic link is refused (OSError ELOOP). Of a file longer than `limit` one byte more is read, and no end is waited
+    for.
     """
     digest = blake3(max_threads=blake3.AUTO)
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if cold:
             forget(handle)
-        for chunk in chunks(handle):
+        for chunk in chunks(handle, limit):
             digest.update(chunk)
             if see:
                 see(chunk)
@@ -38,11 +41,13 @@ def of_file(path: Path, see: Callable[[memoryview], None] | None = None, *, cold
     return str(digest.hexdigest())
 
 
-def copy(source: Path, target: Path, moved: Callable[[int], None], *, follow: bool = False) -> tuple[str, int]:
+def copy(
+    source: Path, target: Path, moved: Callable[[int], None], *, follow: bool = False, limit: int | None = None
+) -> tuple[str, int]:
     """Copy a file's bytes to `target` (created or emptied), synced to the device; digest and size of what was read.
 
     `moved` is told the bytes so far after every chunk. Memory and dirty pages stay bounded. With `follow` the source
-    may be a symbolic link.
+    may be a symbolic link. Of a file longer than `limit` (one that grows) one byte more is copied.
     """
     digest = blake3(max_threads=blake3.AUTO)
     done = unflushed = 0
@@ -50,7 +55,7 @@ def copy(source: Path, target: Path, moved: Callable[[int], None], *, follow: bo
     try:
         writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            for chunk in chunks(reader):
+            for chunk in chunks(reader, limit):
                 digest.update(chunk)
                 write_all(writer, chunk)
                 done, unflushed = done + len(chunk), unflushed + len(chunk)
@@ -66,11 +71,17 @@ def copy(source: Path, target: Path, moved: Callable[[int], None], *, follow: bo
     return str(digest.hexdigest()), done
 
 
-def chunks(handle: int) -> Iterator[memoryview]:
-    """The bytes of an open file from its position on; each view is valid until the next one is asked for."""
-    buffer = memoryview(bytearray(CHUNK))
-    while count := os.readv(handle, [buffer]):
+def chunks(handle: int, limit: int | None = None) -> Iterator[memoryview]:
+    """The bytes of an open file from its position on, `limit` + 1 at most.
+
+    Each view is valid until the next one is asked for.
+    """
+    left = CHUNK if limit is None else limit + 1
+    buffer = memoryview(bytearray(min(left, CHUNK)))
+    while count := os.readv(handle, [buffer[:left]]):
         yield buffer[:count]
+        if limit is not None:
+            left -= count
 
 
 def forget(handle: int) -> None:

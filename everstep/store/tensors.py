@@ -47,7 +47,8 @@ _NOT_FINITE: dict[str, tuple[type[np.unsignedinteger[Any]], int, int]] = {
 FLOATING = frozenset(_NOT_FINITE) | {"F4"}
 
 _WORDS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "bool": "BOOL",
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
+    "complex64": "F32", "complex128": "F64",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
     "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
@@ -180,7 +181,7 @@ def aliases(folder: Path) -> dict[str, str]:
 
 
 def word(dtype: Any) -> str:
-    """Safetensors' word for a torch dtype (`torch.float32` is `F32`)."""
+    """Safetensors' word for a torch dtype (`torch.float32` is `F32`). Complex numbers are stored as pairs of reals."""
     name = str(dtype).removeprefix("torch.")
     if name not in _WORDS:
         raise ValueError(f"dtype {dtype} has no place in a safetensors file; convert the tensor first")
@@ -188,8 +189,12 @@ def word(dtype: Any) -> str:
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """A torch tensor's shape as safetensors counts it: two 4-bit values share one element of float4_e2m1fn_x2."""
+    """A torch tensor's shape as it is stored: complex numbers get a last dimension of 2, and each element of
+    float4_e2m1fn_x2 counts as two.
+    """
     shape = tuple(int(length) for length in tensor.shape)
+    if tensor.is_complex():
+        return (*shape, 2)
     return (*shape[:-1], shape[-1] * 2) if word(tensor.dtype) == "F4" else shape
 
 

@@ -4,9 +4,7 @@ Files first (temporary name, sync, rename), read back from the far end, and only
 there has been read there.
 """
 
-import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 from everstep.core.checkpoint import MANIFEST, Manifest
@@ -17,11 +15,11 @@ from everstep.store import atomic, checkpoint, digest, faults
 PART = ".part"
 
 
-def copy(source: Path, target: Path, pulse: Callable[[], None] = lambda: None) -> int:
+def copy(source: Path, target: Path) -> int:
     """Copy the checkpoint in `source` to `target`; the number of bytes that had to be moved.
 
-    `pulse` is called every few megabytes and may raise to leave. Raises Damaged if the source is not what its manifest
-    says, StoreUnavailable if the far end gives back other bytes than it got, OSError as it comes.
+    Raises Damaged if the source is not what its manifest says, StoreUnavailable if the far end gives back other bytes
+    than it got, OSError as it comes.
     """
     faults.point("copy.begin")
     data = checkpoint.read_manifest_bytes(source)
@@ -30,11 +28,10 @@ def copy(source: Path, target: Path, pulse: Callable[[], None] = lambda: None) -
     _clear_leftovers(target, manifest)
     moved = [entry for entry in manifest.files if not _is_right(target / entry.path, entry)]
     for entry in moved:
-        _copy_file(source, target, entry, pulse)
+        _copy_file(source, target, entry)
     atomic.sync_folder(target)
     faults.point("copy.verify")
     for entry in moved:
-        pulse()
         if not _is_right(target / entry.path, entry):
             (target / entry.path).unlink(missing_ok=True)
             raise StoreUnavailable(f"{target / entry.path} came back with other bytes than were written.")
@@ -61,12 +58,12 @@ def _make_folder(target: Path, data: bytes) -> None:
 def _clear_leftovers(target: Path, manifest: Manifest) -> None:
     """Remove what a killed copier left under temporary names; refuse anything that is not the checkpoint's."""
     listed = {entry.path for entry in manifest.files} | {MANIFEST}
-    for entry in os.scandir(target):
-        if entry.name in listed:
+    for path in list(target.iterdir()):
+        if path.name in listed:
             continue
-        if not entry.name.startswith(".") or not entry.name.endswith((PART, ".tmp")):
-            raise Damaged(str(target), entry.name, "is not part of the checkpoint; move it away")
-        Path(entry.path).unlink()
+        if not path.name.startswith(".") or not path.name.endswith((PART, ".tmp")):
+            raise Damaged(str(target), path.name, "is not part of the checkpoint; move it away")
+        path.unlink()
 
 
 def _is_right(path: Path, entry: FileEntry) -> bool:
@@ -74,12 +71,12 @@ def _is_right(path: Path, entry: FileEntry) -> bool:
     try:
         if path.is_symlink() or path.stat().st_size != entry.size:
             return False
-        return digest.of_file(path, cold=True) == entry.blake3
+        return digest.of_file(path, cold=True, limit=entry.size) == entry.blake3
     except FileNotFoundError:
         return False
 
 
-def _copy_file(source: Path, target: Path, entry: FileEntry, pulse: Callable[[], None]) -> None:
+def _copy_file(source: Path, target: Path, entry: FileEntry) -> None:
     part = target / f".{entry.path}{PART}"
     half = [entry.size // 2]
 
@@ -87,10 +84,9 @@ def _copy_file(source: Path, target: Path, entry: FileEntry, pulse: Callable[[],
         if half and done > half[0]:
             half.clear()
             faults.point("copy.mid_file")
-        pulse()
 
     try:
-        found, size = digest.copy(source / entry.path, part, moved)
+        found, size = digest.copy(source / entry.path, part, moved, limit=entry.size)
         if (found, size) != (entry.blake3, entry.size):
             raise Damaged(source.name, entry.path, "does not match its BLAKE3 digest in the manifest")
         part.replace(target / entry.path)

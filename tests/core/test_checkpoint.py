@@ -1,0 +1,144 @@
+"""Properties of choosing, abandoning and keeping checkpoints."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from everstep.core.checkpoint import Kept, Key, Manifest, abandoned, candidates, removable
+from everstep.core.dataset import FileEntry
+from everstep.core.errors import Damaged
+
+steps, attempts = st.integers(0, 12), st.integers(1, 5)
+keys = st.builds(Key, steps, attempts)
+claims = st.dictionaries(attempts, steps, max_size=5)
+kept = st.builds(
+    Kept,
+    keys,
+    verified=st.booleans(),
+    quarantined=st.booleans(),
+    in_use=st.booleans(),
+    pinned=st.booleans(),
+    copied=st.booleans(),
+    metric=st.none() | st.floats(allow_nan=True),
+)
+tiers = st.lists(kept, max_size=12, unique_by=lambda one: one.key)
+keeps = st.integers(1, 4)
+
+
+@given(keys)
+def test_a_key_is_its_folder(key):
+    assert Key.parse(key.folder) == key
+
+
+@pytest.mark.parametrize(
+    "folder", ["step-1.a1", "step-00000001.a01", "step-000000001.a1", "step-00000001.a1 ", "x", ""]
+)
+def test_other_names_are_no_checkpoints(folder):
+    assert Key.parse(folder) is None
+
+
+@given(keys, claims)
+def test_abandoned_means_that_a_later_attempt_went_back_behind_it(key, claims):
+    assert abandoned(key, claims) == any(a > key.attempt and s < key.step for a, s in claims.items())
+    assert not abandoned(key, {a: s for a, s in claims.items() if a <= key.attempt})
+
+
+@given(keys, claims, attempts, steps)
+def test_a_later_claim_never_brings_an_abandoned_one_back(key, claims, attempt, step):
+    if abandoned(key, claims) and attempt not in claims:
+        assert abandoned(key, claims | {attempt: step})
+
+
+@given(st.lists(keys), claims)
+def test_candidates_are_the_living_ones_once_newest_first(found, claims):
+    best = candidates(found, claims)
+    assert set(best) == {key for key in found if not abandoned(key, claims)}
+    assert best == sorted(set(best), reverse=True)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=8))
+def test_whoever_resumes_from_the_best_candidate_keeps_all_that_led_to_it(moves):
+    """A history as it is lived: attempts that resume from the best candidate, some walking back, each saving on."""
+    saved, claimed = set(), {}
+    for attempt, (saves, back) in enumerate(moves, start=1):
+        choice = candidates(saved, claimed)
+        start = choice[min(back, len(choice) - 1)] if choice else Key(0, 0)
+        claimed[attempt] = start.step
+        saved |= {Key(start.step + 1 + n, attempt) for n in range(saves)}
+        living = candidates(saved, claimed)
+        assert len({key.step for key in living}) == len(living)
+        assert living[0] == Key(start.step + saves, attempt)
+
+
+@given(tiers, keeps, claims, st.sampled_from(["min", "max"]))
+def test_retention_keeps_what_it_must(tier, keep, claims, mode):
+    gone = set(removable(tier, keep, claims, mode))
+    by_key = {one.key: one for one in tier}
+    good = [one for one in tier if one.verified and not one.quarantined and not abandoned(one.key, claims)]
+    good.sort(key=lambda one: one.key, reverse=True)
+    assert gone <= by_key.keys()
+    assert not gone & {one.key for one in good[:keep]}
+    for key in gone:
+        one = by_key[key]
+        assert one.copied
+        assert not any((one.quarantined, one.in_use, one.pinned))
+        assert good
+        assert key < good[0].key or abandoned(key, claims)
+    measured = [one for one in good if one.metric is not None and not math.isnan(one.metric)]
+    if measured:
+        best = (min if mode == "min" else max)(one.metric for one in measured)
+        assert any(one.metric == best and one.key not in gone for one in measured)
+
+
+@given(tiers, keeps, claims)
+def test_retention_has_nothing_more_to_do_after_it_was_done(tier, keep, claims):
+    gone = set(removable(tier, keep, claims))
+    left = [one for one in tier if one.key not in gone]
+    assert removable(left, keep, claims) == []
+
+
+@given(tiers, keeps, claims)
+def test_retention_does_remove_old_verified_ones(tier, keep, claims):
+    """Otherwise the tier would fill: what is verified, old and free goes."""
+    free = [Kept(one.key, verified=True) for one in tier]
+    living = candidates([one.key for one in free], claims)
+    if living:
+        assert set(removable(free, keep, claims)) == {one.key for one in free} - set(living[:keep])
+    else:
+        assert removable(free, keep, claims) == []
+
+
+def manifest(**changed):
+    entry = FileEntry(path="rank-0.json", size=3, blake3="0" * 64)
+    fields = {"job": "j", "run": "r", "attempt": 1, "step": 4, "world_size": 1, "parent_step": 0, "samples": 16}
+    return Manifest(**(fields | {"time": 1.5, "files": (entry,), "metrics": {"loss": 0.1, "other": "nan"}} | changed))
+
+
+@given(
+    st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from(["nan", "inf"])),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_a_sealed_manifest_reads_back_as_it_was(metrics, time):
+    one = manifest(metrics=metrics, time=time)
+    again = Manifest.parse(one.to_json(), "folder", "manifest.json")
+    assert again.is_sealed
+    assert again.model_copy(update={"seal": ""}) == one
+    assert again.to_json() == one.to_json()
+    assert not again.model_copy(update={"samples": 17}).is_sealed
+    assert not one.is_sealed
+
+
+@pytest.mark.parametrize("path", ["../x", "/x", "a/../x", "a//b", "./a", "", "a\0b", "a\\b", "manifest.json"])
+def test_manifests_name_only_files_inside(path):
+    with pytest.raises(ValidationError):
+        manifest(files=(FileEntry.model_construct(path=path, size=0, blake3="0" * 64).model_dump(),))
+
+
+def test_a_newer_schema_is_refused_in_a_sentence_even_with_unknown_fields():
+    text = manifest().model_copy(update={"schema_version": 2}).model_dump_json()
+    for newer in (text, text.replace('"job"', '"novelty":1,"job"')):
+        with pytest.raises(Damaged, match="has schema version 2; this Everstep reads version 1"):
+            Manifest.parse(newer, "folder", "manifest.json")

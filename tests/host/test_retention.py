@@ -1,0 +1,179 @@
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+import fabric
+
+from everstep.core.checkpoint import Key, Verification
+from everstep.core.job import Best
+from everstep.host import retention
+from everstep.host.copier import pending
+from everstep.store import checkpoint, marks, transfer
+
+ONE = {1: 0}
+
+
+@pytest.fixture
+def places(tmp_path):
+    return fabric.places(tmp_path, with_object=True)
+
+
+def save(places, step, attempt=1, tier="local", *, verified=True, durable=False, **how):
+    key = Key(step, attempt)
+    folder = fabric.checkpoint(places.checkpoint(tier, key), **how)
+    digest = checkpoint.manifest_digest(folder)
+    if verified:
+        marks.verified(places, key.folder, tier, Verification(ok=True, manifest_digest=digest))
+    if durable:
+        marks.durable(places, key.folder, tier, digest)
+    return key
+
+
+def copy(places, key, tier="persistent"):
+    transfer.copy(places.checkpoint("local", key), places.checkpoint(tier, key))
+    digest = checkpoint.manifest_digest(places.checkpoint(tier, key))
+    marks.verified(places, key.folder, tier, Verification(ok=True, manifest_digest=digest))
+    marks.durable(places, key.folder, tier, digest)
+
+
+def held(places, tier):
+    return [key.step for key in checkpoint.find(places.checkpoints(tier))[0]]
+
+
+def test_the_newest_verified_ones_stay_on_every_tier(places):
+    for step in (10, 20, 30, 40, 50):
+        copy(places, save(places, step))
+        copy(places, Key(step, 1), "object")
+    removed = retention.apply(places, 3, None, ONE, set())
+    assert {(tier, folder) for tier, folder, _ in removed} == {
+        (tier, f"step-000000{step}.a1") for tier in places.tiers for step in (10, 20)
+    }
+    assert all(size > 1000 for _, _, size in removed)
+    assert all(held(places, tier) == [30, 40, 50] for tier in places.tiers)
+    assert {folder for folder, _ in marks.states(places)} == {f"step-000000{step}.a1" for step in (30, 40, 50)}
+    assert retention.apply(places, 3, None, ONE, set()) == []
+
+
+def test_with_nothing_verified_nothing_goes(places):
+    for step in (10, 20, 30, 40, 50):
+        save(places, step, verified=False)
+    assert retention.apply(places, 1, None, ONE, set()) == []
+
+
+def test_what_still_waits_for_its_copy_stays(places):
+    for step in (10, 20, 30, 40):
+        save(places, step)
+    copy(places, Key(10, 1))
+    assert [folder for _, folder, _ in retention.apply(places, 1, None, ONE, set())] == [
+        "step-00000010.a1",
+        "step-00000020.a1",
+        "step-00000030.a1",
+    ]
+    assert pending(places, ONE, 1) == [Key(40, 1)]
+    assert held(places, "persistent") == [10]
+
+
+def test_what_is_used_or_copied_stays(places):
+    for step in (10, 20, 30, 40):
+        copy(places, save(places, step))
+    marks.advertise(places, [Key(20, 1)])
+    retention.apply(places, 1, None, ONE, {"step-00000010.a1"})
+    assert held(places, "local") == held(places, "persistent") == [10, 20, 40]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 20), ("max", 10)])
+def test_the_best_by_its_metric_stays(places, mode, best):
+    for step, loss in ((10, 0.9), (20, 0.1), (30, 0.5), (40, 0.6)):
+        copy(places, save(places, step, metrics={"loss": loss}))
+    retention.apply(places, 1, Best(metric="loss", mode=mode), ONE, set())
+    assert held(places, "local") == held(places, "persistent") == [best, 40]
+
+
+def test_quarantined_ones_stay_as_evidence(places):
+    for step in (10, 20, 30):
+        copy(places, save(places, step))
+    marks.quarantine(places, "step-00000010.a1", "local", "bad")
+    retention.apply(places, 1, None, ONE, set())
+    assert held(places, "local") == [10, 30]
+
+
+def test_an_abandoned_history_goes_also_where_it_is_newer(places):
+    for step in (10, 20, 30):
+        copy(places, save(places, step))
+    copy(places, save(places, 20, attempt=2))
+    retention.apply(places, 3, None, {1: 0, 2: 10}, set())
+    assert checkpoint.find(places.checkpoints("persistent"))[0] == [Key(10, 1), Key(20, 2)]
+
+
+def test_only_what_this_run_wrote_goes(places):
+    for step in (10, 30, 40):
+        copy(places, save(places, step))
+    local = places.checkpoints("local")
+    fabric.checkpoint(local / "step-00000020.a1", run="r002-ffffffff")
+    (local / "step-00000005.a1").symlink_to(local / "step-00000010.a1")
+    (local / "mine").mkdir()
+    (local / ".removing-mine").mkdir()
+    elsewhere = local.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("x")
+    (local / "step-00000010.a1" / "link").symlink_to(elsewhere)
+    retention.apply(places, 1, None, ONE, set())
+    left = {path.name for path in local.iterdir()}
+    assert left == {"step-00000020.a1", "step-00000005.a1", "mine", ".removing-mine", "step-00000040.a1"}
+    assert (elsewhere / "precious").exists()
+
+
+def test_a_damaged_manifest_is_nobodys(places):
+    for step in (10, 20):
+        copy(places, save(places, step))
+    (places.checkpoint("local", Key(10, 1)) / "manifest.json").write_text("{")
+    retention.apply(places, 1, None, ONE, set())
+    assert held(places, "local") == [10, 20]
+
+
+def test_a_removal_that_was_cut_off_is_finished(places):
+    folder = save(places, 10).folder
+    local = places.checkpoints("local")
+    (local / folder).rename(local / f".removing-{folder}-0123abcd")
+    retention.apply(places, 1, None, ONE, set())
+    assert list(local.iterdir()) == []
+
+
+def test_torn_leftovers_of_older_attempts_go_and_running_ones_stay(places):
+    for attempt in (1, 2):
+        for tier in ("local", "persistent"):
+            folder = places.checkpoint(tier, Key(50, attempt))
+            folder.mkdir(parents=True)
+            (folder / "rank-0.json").write_text("half")
+    save(places, 40)
+    half_copied = places.checkpoint("persistent", Key(40, 1))
+    half_copied.mkdir()
+    assert set(retention.torn(places)) == {
+        (tier, Key(50, attempt)) for tier in ("local", "persistent") for attempt in (1, 2)
+    }
+    removed = retention.apply(places, 3, None, {1: 0, 2: 40}, set())
+    assert removed == [("local", "step-00000050.a1", 4), ("persistent", "step-00000050.a1", 4)]
+    assert half_copied.exists()
+
+
+def test_a_run_without_folders_has_nothing_to_remove(places):
+    for tier in places.tiers.values():
+        shutil.rmtree(tier)
+    assert retention.apply(places, 3, None, {}, set()) == []
+
+
+def test_keeping_and_copying_never_work_against_each_other(places):
+    """What retention removed at the far end is not copied there again."""
+    for step in range(10, 120, 10):
+        save(places, step)
+        if step % 30 == 0:
+            for key in pending(places, ONE, 2):
+                copy(places, key)
+        removed = retention.apply(places, 2, None, ONE, set())
+        assert not {folder for tier, folder, _ in removed if tier == "persistent"} & {
+            key.folder for key in pending(places, ONE, 2)
+        }
+    assert len(held(places, "local")) <= 3
