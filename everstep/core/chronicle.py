@@ -1,5 +1,6 @@
 """What is known of a run, as records: everything that reports and the JSON line are made from."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,9 +109,12 @@ class Chronicle:
 
 def accepted(rows: Iterable[Row], resumed: Mapping[int, int]) -> list[Row]:
     """The rows that count, by step: for each step that of the last attempt that got past it."""
+    left: dict[int, float] = {}
     best: dict[int, Row] = {}
     for row in rows:
-        if abandoned(Key(row.step, row.attempt), resumed):
+        if row.attempt not in left:
+            left[row.attempt] = min((step for later, step in resumed.items() if later > row.attempt), default=math.inf)
+        if row.step > left[row.attempt]:
             continue
         if row.step not in best or row.attempt >= best[row.step].attempt:
             best[row.step] = row

@@ -19,7 +19,7 @@ from everstep.core.segment import Heartbeat, PhaseMark, SegmentResult
 from everstep.store import checkpoint, jsonl, marks
 from everstep.store.layout import RunPlaces
 
-RECENT_BYTES = 32 * 2**20
+RECENT_BYTES = 4 * 2**20
 """How much of the end of `metrics.jsonl` a chronicle reads: a stop signal leaves two seconds for it."""
 
 V = TypeVar("V", bound=Versioned)

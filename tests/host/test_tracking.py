@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -73,7 +72,7 @@ def runs(uri: str, job: str = "job") -> list[Any]:
     return list(client.search_runs([client.get_experiment_by_name(job).experiment_id]))
 
 
-def until(true: Any, seconds: float = 20) -> None:
+def until(true: Any, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -87,7 +86,7 @@ def test_a_run_is_shown_whole(uri: str, metrics: Path) -> None:
     one.start()
     one.attempt(1, 0)
     one.finish("completed", Path("/tier/job/run-1/checkpoints/step-00000020.a1"))
-    assert one.close(30)
+    assert one.close(60)
     (found,) = runs(uri)
     assert found.info.run_id == one.run_id
     assert found.info.status == "FINISHED"
@@ -113,7 +112,7 @@ def test_restarts_share_one_run_and_log_no_step_twice(uri: str, metrics: Path) -
         one.start()
         one.attempt(attempt, steps.start - 1)
         one.finish("stopped" if attempt < 3 else "failed", None)
-        assert one.close(30)
+        assert one.close(60)
         seen.append((one.run_id, runs(uri)[0].info.status, runs(uri)[0].data.tags["everstep.attempts"]))
     run_id = seen[0][0]
     assert seen == [(run_id, "KILLED", "1"), (run_id, "KILLED", "2"), (run_id, "FAILED", "3")]
@@ -126,12 +125,12 @@ def test_a_restarted_run_is_running_again_and_its_hint_is_known(uri: str, metric
     one.start()
     one.checkpoint("file:///tier/step-00000010.a1", 10)
     one.finish("stopped", None)
-    assert one.close(30)
+    assert one.close(60)
     two = tracker(uri, metrics)
     two.start()
     assert two.hint(20) == Hint("file:///tier/step-00000010.a1", 10, one.run_id or "")
     until(lambda: runs(uri)[0].info.status == "RUNNING")
-    assert two.close(30)
+    assert two.close(60)
 
 
 def test_values_that_are_no_numbers_are_shown_as_such(uri: str, metrics: Path) -> None:
@@ -141,7 +140,7 @@ def test_values_that_are_no_numbers_are_shown_as_such(uri: str, metrics: Path) -
     train(metrics, 1, range(2, 4))
     one = tracker(uri, metrics)
     one.start()
-    assert one.close(30)
+    assert one.close(60)
     values = history(uri, one.run_id or "")
     assert [step for step, _ in values] == [1, 2, 3]
     assert values[0][1] != values[0][1]
@@ -166,7 +165,7 @@ def test_two_runs_in_one_process_do_not_meet(uri: str, tmp_path: Path) -> None:
         trackers.append(tracker(uri, tmp_path / name / "metrics.jsonl", Subject("job", name)))
     for one in trackers:
         one.start()
-    assert all(one.close(30) for one in trackers)
+    assert all(one.close(60) for one in trackers)
     assert {found.data.tags["everstep.run"] for found in runs(uri)} == {"a", "b"}
     assert all("mlflow.parentRunId" not in found.data.tags for found in runs(uri))
     assert [len(history(uri, one.run_id or "")) for one in trackers] == [5, 5]
@@ -181,7 +180,7 @@ def test_a_run_that_somebody_deleted_is_written_anew(uri: str, metrics: Path) ->
     until(lambda: len(history(uri, first)) == 5)
     mlflow_run.connect(uri).delete_run(first)
     train(metrics, 1, range(6, 8))
-    assert one.close(30)
+    assert one.close(60)
     assert one.run_id != first
     assert [step for step, _ in history(uri, one.run_id or "")] == list(range(1, 8))
 
@@ -195,7 +194,7 @@ def test_a_deleted_experiment_is_named_and_its_restoration_awaited(uri: str, met
     until(lambda: heard)
     assert "restore it" in heard[0][1]
     client.restore_experiment(client.get_experiment_by_name("job").experiment_id)
-    assert one.close(30)
+    assert one.close(60)
     assert [kind for kind, _ in heard] == ["tracking.away", "tracking.back"]
 
 
@@ -241,7 +240,7 @@ def test_a_killed_flow_leaves_no_gap_and_no_double(uri: str, metrics: Path) -> N
     train(metrics, 2, range(121, step + 60))
     one = tracker(uri, metrics)
     one.start()
-    assert one.close(30)
+    assert one.close(60)
     assert len(runs(uri)) == 1
     assert [number for number, _ in history(uri, one.run_id or "")] == list(range(1, step + 60))
 
@@ -302,47 +301,53 @@ class Proxy:
         self.server.server_close()
 
 
-@contextmanager
-def mlflow_server(template: Path, folder: Path) -> Iterator[int]:
-    """MLflow's own web application on a free port, without the process manager that makes its start slow."""
+@pytest.fixture(scope="session")
+def server(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
+    """MLflow's own web application on a free port, without the process manager that makes its start slow; its database."""
+    folder = tmp_path_factory.mktemp("server")
     shutil.copy(template, folder / "server.db")
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
-    environment = (
-        os.environ
-        | quiet
-        | {
-            "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{folder / 'server.db'}",
-            "_MLFLOW_SERVER_ARTIFACT_ROOT": str(folder / "artifacts"),
-        }
-    )
-    serve = "import sys; from werkzeug.serving import make_server; from mlflow.server import app; s = make_server('127.0.0.1', 0, app, threaded=True); print(s.server_port, flush=True); s.serve_forever()"
+    uri = f"sqlite:///{folder / 'server.db'}"
+    environment = os.environ | {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "_MLFLOW_SERVER_FILE_STORE": uri,
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": str(folder / "artifacts"),
+    }
+    command = [sys.executable, "-W", "ignore", "-c", SERVER]
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", serve],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     try:
         assert process.stdout is not None
-        yield int(process.stdout.readline())
+        yield int(process.stdout.readline()), uri
     finally:
         process.kill()
         process.communicate()
 
 
+SERVER = """
+import os, sys, threading
+from werkzeug.serving import make_server
+from mlflow.server import app
+server = make_server("127.0.0.1", 0, app, threaded=True)
+print(server.server_port, flush=True)
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+server.serve_forever()
+"""
+
+
 @pytest.fixture
-def proxy(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+def proxy(server: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with mlflow_server(template, tmp_path) as port:
-        proxy = Proxy(port)
-        try:
-            yield proxy
-        finally:
-            proxy.close()
+    proxy = Proxy(server[0])
+    try:
+        yield proxy
+    finally:
+        proxy.close()
 
 
-def test_outages_cost_neither_time_nor_metrics(proxy: Proxy, metrics: Path) -> None:
+def test_outages_cost_neither_time_nor_metrics(proxy: Proxy, server: tuple[int, str], metrics: Path) -> None:
     heard: list[str] = []
     one = tracker(proxy.uri, metrics, notice=lambda kind, _: heard.append(kind))
     one.start()
@@ -376,24 +381,25 @@ def test_outages_cost_neither_time_nor_metrics(proxy: Proxy, metrics: Path) -> N
     proxy.mode = "pass"
     proxy.release.set()
     two.finish("completed", None)
-    assert two.close(20)
-    (found,) = runs(proxy.uri)
+    assert two.close(60)
+    (found,) = runs(server[1])
     assert found.info.status == "FINISHED"
     assert found.data.tags["everstep.checkpoint_step"] == "40"
     assert found.data.tags["everstep.attempts"] == "2"
-    assert history(proxy.uri, two.run_id or "") == [(step, 1 / step) for step in range(1, 60)]
+    assert history(server[1], two.run_id or "") == [(step, 1 / step) for step in range(1, 60)]
     assert not metrics.with_name("tracking.json").exists()
 
 
-def test_what_could_not_be_said_is_replayed_later(proxy: Proxy, metrics: Path) -> None:
+def test_what_could_not_be_said_is_replayed_later(proxy: Proxy, server: tuple[int, str], metrics: Path) -> None:
     proxy.mode = "500"
     train(metrics, 1, range(1, 4))
-    one = tracker(proxy.uri, metrics)
+    later = Subject("later", "run-2")
+    one = tracker(proxy.uri, metrics, later)
     one.start()
     one.finish("completed", None)
     assert not one.close(0.3)
     proxy.mode = "pass"
-    assert tracker(proxy.uri, metrics).replay(20)
-    (found,) = runs(proxy.uri)
+    assert tracker(proxy.uri, metrics, later).replay(60)
+    (found,) = runs(server[1], "later")
     assert found.info.status == "FINISHED"
-    assert [step for step, _ in history(proxy.uri, found.info.run_id)] == [1, 2, 3]
+    assert [step for step, _ in history(server[1], found.info.run_id)] == [1, 2, 3]
