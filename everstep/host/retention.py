@@ -15,7 +15,7 @@ from pathlib import Path
 from everstep.core.checkpoint import Kept, Key, Manifest, State, removable
 from everstep.core.errors import Damaged
 from everstep.core.job import Best
-from everstep.host.copier import pending
+from everstep.host.backlog import pending
 from everstep.store import checkpoint, marks
 from everstep.store.layout import RunPlaces
 

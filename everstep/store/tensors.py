@@ -159,6 +159,8 @@ def weights_digest_of(folder: Path) -> str:
                 raise _damaged(path, f"holds {name} a second time")
             tensors[name] = (path, tensor)
     for alias, name in aliases(folder).items():
+        if name not in tensors:
+            raise _damaged(folder / "rank-0.json", f"ties {alias!r} to {name!r}, which is not stored")
         tensors[alias] = tensors[name]
     total = blake3(max_threads=blake3.AUTO)
     for name in sorted(name for name in tensors if name.startswith(MODEL)):

@@ -10,7 +10,7 @@ import fabric
 from everstep.core.checkpoint import Key, Verification
 from everstep.core.job import Best
 from everstep.host import retention
-from everstep.host.copier import pending
+from everstep.host.backlog import pending
 from everstep.store import checkpoint, marks, transfer
 
 ONE = {1: 0}
