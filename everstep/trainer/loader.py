@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -46,7 +47,7 @@ def fetcher(program: Program, seed: int) -> Fetch:
     """A function (epoch, indices) -> batch, or None for no indices. It leaves the generators in any state."""
     collate = program.collate or default_collate
     dataset = program.dataset
-    if type(dataset) is TensorDataset and program.collate is None:
+    if _is_plain(program):
         return lambda _, indices: [one[indices] for one in dataset.tensors] if indices else None
 
     def fetch(epoch: int, indices: list[int]) -> Any:
@@ -59,8 +60,14 @@ def fetcher(program: Program, seed: int) -> Fetch:
     return fetch
 
 
+def _is_plain(program: Program) -> bool:
+    """Rows of tensors: taken all at once, bit for bit what one by one gives, and nothing random in it."""
+    return type(program.dataset) is TensorDataset and program.collate is None
+
+
 def _here(program: Program, how: Order, samples: int, count: int) -> Iterator[Step]:
-    fetch, aside = fetcher(program, how.seed), rng.Aside()
+    fetch = fetcher(program, how.seed)
+    aside = nullcontext() if _is_plain(program) else rng.Aside()
     for share in islice(order.shares(how, samples), count):
         with aside:
             batches = [(fetch(share.epoch, chunk), float(len(chunk))) for chunk in share.chunks]

@@ -53,11 +53,11 @@ def shares(order: Order, samples: int) -> Iterator[Share]:
     while True:
         epoch, offset = divmod(samples, order.per_epoch)
         total = min(order.batch_size, order.per_epoch - offset)
-        batch = permutation(order.size, order.seed, epoch)[offset : offset + total]
+        all_of_epoch = permutation(order.size, order.seed, epoch)
         parts = order.ranks * order.accumulation
         first = order.rank * order.accumulation
         cuts = [part * total // parts for part in range(first, first + order.accumulation + 1)]
-        indices = batch[cuts[0] : cuts[-1]].tolist()
+        indices = all_of_epoch[offset + cuts[0] : offset + cuts[-1]].tolist()
         chunks = tuple(indices[low - cuts[0] : high - cuts[0]] for low, high in pairwise(cuts))
         yield Share(epoch, total, chunks)
         samples += total

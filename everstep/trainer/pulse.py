@@ -1,7 +1,7 @@
 """The pulse of a rank: a thread that writes its heartbeat, hears signals, and keeps the grace period.
 
-Signals reach it through the wake-up descriptor, so also while the training thread is deep in a long call. It touches
-node-local disk only: a hung mount of the persistent tier stops no heartbeat.
+Signals reach it through the wake-up descriptor, so also while the training thread is deep in a long call (else that
+one hears them first). It touches node-local disk only: a hung mount of the persistent tier stops no heartbeat.
 """
 
 import os
@@ -46,7 +46,7 @@ class Pulse:
         """Take over the signals; call it in the main thread."""
         self._places.local.mkdir(mode=0o700, parents=True, exist_ok=True)
         for number in STOPS:
-            signal.signal(number, _noted)
+            signal.signal(number, lambda number, _: self._heard(number))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._thread.start()
@@ -142,7 +142,3 @@ def write_end(places: RunPlaces, end: RankEnd) -> None:
     path = places.end(end.attempt, end.rank)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     atomic.write(path, end.to_json().encode())
-
-
-def _noted(_: int, __: object) -> None:
-    """A handler must exist for the wake-up descriptor to be told; the thread does the rest."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from everstep.core.checkpoint import Key
 from everstep.core.segment import AttemptSpec, Lease, RankEnd, SegmentResult
@@ -189,6 +190,10 @@ class Driver:
         """Whether the first fault of an attempt has happened."""
         return (self.folder / f"faults-{attempt}.json.0.fired").exists()
 
+    def held(self, attempt, committed):
+        """Wait until the first fault of an attempt holds it, and `committed` is committed."""
+        self.until(lambda: self.fired(attempt) and self.has(committed))
+
     def has(self, step):
         return step == 0 or any(folder.startswith(f"step-{step:08d}.") for folder in self.committed())
 
@@ -217,6 +222,34 @@ def zygote():
     zygote = Zygote()
     yield zygote
     zygote.close()
+
+
+@pytest.fixture(scope="session")
+def untouched(zygote, tmp_path_factory):
+    """The rows, journals and weights of a run that nothing happened to; made once for each configuration."""
+    made = {}
+
+    def give(ranks=1, **config):
+        key = (ranks, *sorted(config.items()))
+        if key not in made:
+            run = Driver(zygote, tmp_path_factory.mktemp("untouched") / "run", **config)
+            gang = run.run(ranks=ranks)
+            assert gang.wait() == [0] * ranks, gang.logs()
+            journals = [run.journal(rank, [0]) for rank in range(ranks)]
+            made[key] = run.rows([(1, 0)]), journals, run.weights("step-00000060.a1")
+        return made[key]
+
+    return give
+
+
+@pytest.fixture(scope="session")
+def same():
+    """Whether two state dicts are equal bit for bit."""
+
+    def equal(one, other):
+        return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+    return equal
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import itertools
 import json
 
 import pytest
-import torch
 
 from everstep.trainer import checkpoint
 
@@ -16,27 +15,6 @@ SHAPES = {
     "two ranks, workers, accumulation": {"ranks": 2, "workers": 2, "accumulation": 2, "noisy": True, "batch_size": 9},
     "four ranks": {"ranks": 4, "norm": True, "batch_size": 16, "drop_last": True},
 }
-
-
-@pytest.fixture(scope="module")
-def references():
-    return {}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def untouched(references, make_run, ranks=1, **config):
-    """The rows, journals and weights of a run that nothing happened to; made once for each configuration."""
-    key = (ranks, *sorted(config.items()))
-    if key not in references:
-        run = make_run("untouched", **config)
-        gang = run.run(ranks=ranks)
-        assert gang.wait() == [0] * ranks, gang.logs()
-        journals = [run.journal(rank, [0]) for rank in range(ranks)]
-        references[key] = run.rows([(1, 0)]), journals, run.weights("step-00000060.a1")
-    return references[key]
 
 
 def killed(make_run, plans, ranks=1, **config):
@@ -54,7 +32,7 @@ def killed(make_run, plans, ranks=1, **config):
             plan["do"] = "sleep:60"
         gang = run.start(attempt, last, ranks, faults=[plan] if plan else None)
         if plan:
-            run.until(gang.dead if committed is None else lambda: run.fired(attempt) and run.has(committed))
+            run.until(gang.dead) if committed is None else run.held(attempt, committed)
             gang.kill()
             gang.wait()
         else:
@@ -62,7 +40,7 @@ def killed(make_run, plans, ranks=1, **config):
     return run, began
 
 
-def exact(reference, run, began, ranks=1):
+def exact(same, reference, run, began, ranks=1):
     rows, journals, weights = reference
     attempts = list(enumerate(began, start=1))
     assert run.rows(attempts) == rows
@@ -72,7 +50,7 @@ def exact(reference, run, began, ranks=1):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_killed_in_mid_epoch_and_again_after_the_resume(references, make_run, shape):
+def test_killed_in_mid_epoch_and_again_after_the_resume(untouched, same, make_run, shape):
     """BC-036, BC-042: order of samples and random numbers go on where they were, also after a second resume."""
     config = dict(SHAPES[shape])
     ranks = config.pop("ranks", 1)
@@ -83,7 +61,7 @@ def test_killed_in_mid_epoch_and_again_after_the_resume(references, make_run, sh
     ]
     run, began = killed(make_run, plans, ranks, **config)
     assert began == [0, 30, 40]
-    exact(untouched(references, make_run, ranks, **config), run, began, ranks)
+    exact(same, untouched(ranks, **config), run, began, ranks)
 
 
 @pytest.mark.parametrize(
@@ -100,35 +78,35 @@ def test_killed_in_mid_epoch_and_again_after_the_resume(references, make_run, sh
         ("run.end", 1, 60),
     ],
 )
-def test_killed_at_each_point(references, make_run, point, hit, resumes):
+def test_killed_at_each_point(untouched, same, make_run, point, hit, resumes):
     """BC-006: whatever has a final name is whole; the checkpoint before is untouched; the end is the same."""
     run, began = killed(make_run, [{"point": point, "hit": hit}])
     assert began == [0, resumes]
     for folder in run.committed():
         run.weights(folder)  # checks every byte against the manifest
-    exact(untouched(references, make_run), run, began)
+    exact(same, untouched(), run, began)
 
 
 @pytest.mark.parametrize("step", [5, 20, 25, 59])
-def test_learning_rate_after_a_resume(references, make_run, step):
+def test_learning_rate_after_a_resume(untouched, same, make_run, step):
     """BC-045: the learning rate is the same at every step (`exact` compares the rows)."""
     before = (step - 1) // 10 * 10
     run, began = killed(make_run, [{"point": "train.step_end", "hit": step, "committed": before}])
     assert began == [0, before]
-    exact(untouched(references, make_run), run, began)
+    exact(same, untouched(), run, began)
 
 
-def test_resumed_before_any_step(references, make_run):
+def test_resumed_before_any_step(untouched, same, make_run):
     """BC-045: a checkpoint of step 0 is a checkpoint."""
     run = make_run()
     run.lease(1, stop=True)
     gang = run.run(1, lease=())
     assert (gang.end().outcome, gang.end().saved_step) == ("stopped", 0)
     assert run.run(2, "step-00000000.a1").wait() == [0]
-    exact(untouched(references, make_run), run, [0, 0])
+    exact(same, untouched(), run, [0, 0])
 
 
-def test_saved_at_the_end_of_an_epoch(references, make_run):
+def test_saved_at_the_end_of_an_epoch(untouched, same, make_run):
     """BC-038: an epoch-end checkpoint goes on with the first batch of the next epoch; each sample once an epoch."""
     run = make_run()
     hold(run, 1, 27, 25, save_every_steps=25)
@@ -137,35 +115,35 @@ def test_saved_at_the_end_of_an_epoch(references, make_run):
     assert second.wait() == [0]
     assert (second.end().outcome, second.end().saved_step) == ("stopped", 25)
     assert run.run(3, "step-00000025.a1").wait() == [0]
-    exact(untouched(references, make_run), run, [0, 25, 25])
+    exact(same, untouched(), run, [0, 25, 25])
     ids = list(itertools.chain.from_iterable(row["ids"] for row in run.journal(0, [0, 25, 25])))
     assert sorted(ids[:97]) == sorted(ids[97:194]) == list(range(97))
 
 
-def test_accumulated_micro_batches(references, make_run):
+def test_accumulated_micro_batches(untouched, same, make_run):
     """BC-048: four micro-batches of one sample a step; none is seen twice or left out."""
     config = {"accumulation": 4, "batch_size": 4}
     run, began = killed(make_run, [{"point": "train.mid_step", "hit": 12, "committed": 10}], **config)
     assert began == [0, 10]
-    exact(untouched(references, make_run, **config), run, began)
+    exact(same, untouched(**config), run, began)
     micro = run.journal(0, began)
     assert all(len(row["ids"]) == 1 for row in micro)
     assert sorted(row["ids"][0] for row in micro[:97]) == list(range(97))
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
-def test_another_number_of_workers(references, make_run, before, after):
+def test_another_number_of_workers(untouched, same, make_run, before, after):
     """The position is samples consumed, and random numbers are keyed on the sample: workers do not matter."""
     run = make_run("changed", workers=before, noisy=True)
     hold(run, 1, 33, 30)
     run.config["workers"] = after
     assert run.run(2, "step-00000030.a1").wait() == [0]
-    exact(untouched(references, make_run, noisy=True), run, [0, 30])
+    exact(same, untouched(noisy=True), run, [0, 30])
 
 
-def test_another_number_of_ranks(references, make_run):
+def test_another_number_of_ranks(untouched, same, make_run):
     """Samples, schedule and counters are kept in mid-epoch; bits are not (sums differ)."""
-    rows, (journal,), _ = untouched(references, make_run)
+    rows, (journal,), _ = untouched()
     run = make_run("changed")
     hold(run, 1, 33, 30, ranks=2)
     assert run.run(2, "step-00000030.a1").wait() == [0], run.gangs[-1].logs()
@@ -180,7 +158,7 @@ def test_another_number_of_ranks(references, make_run):
     assert list(ids.values()) == [row["ids"] for row in journal]
 
 
-def test_evaluation_after_a_resume(references, make_run):
+def test_evaluation_after_a_resume(untouched, same, make_run):
     """BC-041: it always covers the full set, gives the same values, and disturbs nothing."""
     config = {"draws": True, "noisy": True}
     reference = make_run("untouched", **config)
@@ -229,6 +207,6 @@ def hold(run, attempt, step, committed, ranks=1, **more):
     last = ranks - 1
     faults = [{"point": "train.step_end", "hit": step, "rank": last, "do": "sleep:60"}]
     gang = run.start(attempt, ranks=ranks, faults=faults, **more)
-    run.until(lambda: run.fired(attempt) and run.has(committed))
+    run.held(attempt, committed)
     gang.kill()
     gang.wait()
