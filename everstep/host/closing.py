@@ -74,6 +74,7 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     step = committed_step(places)
     durable = newest_on(places, "persistent")
     life.tracker.finish(status, durable)
+    life.tracker.close(tracker_seconds)
     life.journal.record("flow.ended", step=step, status=status)
     past = history.read(places)
     spent = past.account(time.time())
@@ -97,7 +98,6 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     }
     atomic.write(places.report, text.render(past, final).encode())
     atomic.write(places.final, (json.dumps(final) + "\n").encode())
-    life.tracker.close(tracker_seconds)
     outcome.deliver(final)
     return final
 

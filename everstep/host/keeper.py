@@ -72,15 +72,23 @@ class Keeper:
             self._try_later(f"the copier ended with status {status}")
 
     def drain(self, seconds: float) -> bool:
-        """Tell it that nothing more comes, and wait until it has finished. Whether it did, and well."""
+        """Tell it that nothing more comes, and wait until it has finished. Whether it did, and well.
+
+        One that dies over it is started again, like at any other time.
+        """
         until = self._clock() + seconds
-        while self._process is None and self._again_at is not None and self._clock() < until:
-            time.sleep(max(0.0, min(self._again_at - self._clock(), until - self._clock())))
+        while self._clock() < until:
+            if self._process is None:
+                if self._again_at is None:
+                    return False
+                time.sleep(max(0.0, min(self._again_at, until) - self._clock()))
+                self.tend()
+                continue
+            process.hang_up(self._process)
+            if self._process.wait(until - self._clock()) == 0:
+                return True
             self.tend()
-        if self._process is None:
-            return False
-        process.hang_up(self._process)
-        return self._process.wait(until - self._clock()) == 0
+        return False
 
     def stop(self) -> None:
         """End it at once: what it copies is committed by the manifest, so a torn copy is none."""

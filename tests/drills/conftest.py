@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from everstep.core.checkpoint import RunRecord
 from everstep.host import process, server
 
 sys.path.insert(0, str(Path(__file__).parent))
-import tiny  # noqa: E402
+import tiny
 
 ROOT = Path(__file__).parents[2]
 GONE_SECONDS = 30
@@ -66,8 +67,23 @@ class Drill:
         file.write_text(yaml.safe_dump(self.job))
         return file
 
-    def start(self, *faults: dict, environment: dict[str, str] | None = None, arguments: tuple[str, ...] = ()):
-        """Begin a flow run; `faults` is a plan for `everstep.store.faults`."""
+    @property
+    def last_plan(self) -> Path | None:
+        """The newest plan of faults; those that have fired do not fire again."""
+        return self.folder / f"faults-{self.faults_made - 1}.json" if self.faults_made else None
+
+    def fired(self) -> int:
+        """How many faults of the plans have happened."""
+        return len(list(self.folder.glob("faults-*.fired")))
+
+    def start(
+        self,
+        *faults: dict,
+        plan: Path | None = None,
+        environment: dict[str, str] | None = None,
+        arguments: tuple[str, ...] = (),
+    ):
+        """Begin a flow run; `faults` is a plan for `everstep.store.faults`, or `plan` names an older one."""
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "EVERSTEP_"))}
         env |= {"EVERSTEP_JOURNAL": str(self.folder / "journal"), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         if self.api:
@@ -76,6 +92,7 @@ class Drill:
             plan = self.folder / f"faults-{self.faults_made}.json"
             self.faults_made += 1
             plan.write_text(json.dumps(list(faults)))
+        if plan:
             env["EVERSTEP_FAULTS"] = str(plan)
         flow = subprocess.Popen(
             [sys.executable, "-m", "flows.train", str(self.write()), *arguments],
@@ -116,8 +133,8 @@ class Drill:
             time.sleep(0.1)
         assert not self.left()
 
-    def await_step(self, step: int, flow, seconds: float = 60) -> None:
-        """Wait until rank 0 of the running attempt has trained `step`."""
+    def await_step(self, step: int, flow, seconds: float = 60, *, give_up: bool = True) -> None:
+        """Wait until rank 0 of the running attempt has trained `step`. `give_up=False`: or until the flow has ended."""
         until = time.monotonic() + seconds
         beat = self.folder / "nvme" / self.job["name"]
         while time.monotonic() < until:
@@ -125,9 +142,17 @@ class Drill:
                 with contextlib.suppress(ValueError):
                     if json.loads(path.read_bytes())["step"] >= step:
                         return
+            if flow.poll() is not None and not give_up:
+                return
             assert flow.poll() is None, flow.communicate()
             time.sleep(0.02)
         raise AssertionError(f"step {step} was not reached in {seconds} s")
+
+    def wall(self) -> float:
+        """Seconds from the run's creation to its newest event."""
+        events = [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+        begin = min(event["data"].get("queued_since") or event["time"] for event in events)
+        return max(event["time"] for event in events) - begin
 
     def accepted(self) -> dict[int, dict[int, list[dict]]]:
         """By rank and step, the micro-batches of the last attempt that got past the step."""
@@ -154,31 +179,73 @@ class Drill:
                 os.kill(pid, signal.SIGKILL)
 
 
+def new_drill(folder: Path, api: str | None, mlflow: Path, name: str, config: dict | None = None, **changes) -> Drill:
+    """TINY, 60 steps in segments of 20, a checkpoint every 10, unless said otherwise."""
+    (folder / "journal").mkdir(parents=True)
+    tiny.write_data(folder / "data")
+    shutil.copy(mlflow, folder / "mlflow.db")
+    job = {
+        "name": name,
+        "program": str(Path(tiny.__file__)) + ":build",
+        "config": config or {},
+        "data": {"source": "data"},
+        "steps": 60,
+        "segment_steps": 20,
+        "checkpoint": {"every_steps": 10},
+        "threads": 1,
+        "tiers": {"local": "nvme", "persistent": "persistent"},
+        "tracking": {"uri": "sqlite:///mlflow.db"},
+    }
+    return Drill(folder, api, job | changes)
+
+
 @pytest.fixture
-def make_drill(tmp_path, prefect_api):
-    """Make drills: TINY, 60 steps in segments of 20, a checkpoint every 10, unless said otherwise."""
+def make_drill(tmp_path, prefect_api, mlflow_template):
+    """Make drills in folders of their own; see `new_drill`."""
     made: list[Drill] = []
 
-    def make(name: str = "tiny", *, config: dict | None = None, embedded: bool = False, **changes) -> Drill:
+    def make(name: str = "tiny", *, embedded: bool = False, **changes) -> Drill:
         folder = tmp_path / f"{name}-{len(made)}"
-        (folder / "journal").mkdir(parents=True)
-        tiny.write_data(folder / "data")
-        job = {
-            "name": name,
-            "program": str(Path(tiny.__file__)) + ":build",
-            "config": config or {},
-            "data": {"source": "data"},
-            "steps": 60,
-            "segment_steps": 20,
-            "checkpoint": {"every_steps": 10},
-            "threads": 1,
-            "tiers": {"local": "nvme", "persistent": "persistent"},
-            "tracking": {"uri": "sqlite:///mlflow.db"},
-        }
-        drill = Drill(folder, None if embedded else prefect_api, job | changes)
-        made.append(drill)
-        return drill
+        made.append(new_drill(folder, None if embedded else prefect_api, mlflow_template, name, **changes))
+        return made[-1]
 
     yield make
     for drill in made:
         drill.close()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An untouched run: its last line, and its drill for the journal."""
+
+    drill: Drill
+    final: dict
+
+
+@pytest.fixture(scope="session")
+def untouched(tmp_path_factory, prefect_api, mlflow_template):
+    """The untouched run of a shape, made once."""
+    made: dict[object, Reference] = {}
+
+    def reference(shape) -> Reference:
+        if shape not in made:
+            folder = tmp_path_factory.mktemp("untouched")
+            drill = new_drill(folder, prefect_api, mlflow_template, name="tiny", **shape.job())
+            try:
+                ended = drill.run()
+            finally:
+                drill.close()
+            assert ended.code == 0, ended.err
+            made[shape] = Reference(drill, ended.final)
+        return made[shape]
+
+    return reference
+
+
+@pytest.fixture(scope="session")
+def mlflow_template(tmp_path_factory) -> Path:
+    """A migrated MLflow database to copy: making one takes seconds."""
+    path = tmp_path_factory.mktemp("mlflow") / "template.db"
+    code = f"from everstep.host.mlflow_run import connect; connect('sqlite:///{path}').search_experiments()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    return path

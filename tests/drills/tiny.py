@@ -48,8 +48,7 @@ class Clock:
 def build(config, data):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    shape = lambda step: (step + 1) / 5 if step < 5 else 0.5 * (1 + math.cos(math.pi * (step - 5) / 55))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_cosine)
     accumulation, clock = config.get("accumulation", 1), Clock()
     pause = float(config.get("pause", 0.0))
 
@@ -74,6 +73,10 @@ def build(config, data):
         state={"clock": clock},
         evaluate=lambda: {"bias": model[3].bias.item()},
     )
+
+
+def warm_up_then_cosine(step):
+    return (step + 1) / 5 if step < 5 else 0.5 * (1 + math.cos(math.pi * (step - 5) / 55))
 
 
 def note(step, ids, optimizer, value, noise):
