@@ -4,6 +4,7 @@ Files are read in chunks, not mapped: a mapped file that shrinks, or a mount tha
 where a read gives an error that names the file. Reading costs a third of the speed of a mapping that is in memory.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ def of_file(
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if cold:
-            forget(handle)
+            _cool(handle)
         for chunk in chunks(handle, limit):
             digest.update(chunk)
             if see:
@@ -88,6 +89,14 @@ def forget(handle: int) -> None:
     """Sync a file and drop it from the page cache, as far as the kernel and the file system do that."""
     os.fsync(handle)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _cool(handle: int) -> None:
+    try:
+        forget(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EROFS):  # a read-only mount has nothing to sync
+            raise
 
 
 def write_all(handle: int, data: memoryview) -> None:
