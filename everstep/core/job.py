@@ -99,7 +99,7 @@ class LedgerPlace(Record):
 class Retries(Record):
     """How often a run may restart by itself."""
 
-    per_job: int = Field(100, ge=0, description="Restarts in the life of a run.")
+    per_job: int = Field(1000, ge=0, description="Restarts in the life of a run.")
     per_cause: int = Field(5, ge=0, description="Restarts for one cause without a newly committed step in between.")
 
 

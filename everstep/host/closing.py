@@ -25,9 +25,12 @@ QUICK_SECONDS = 2.0
 def completed(life: "Life") -> dict[str, Any]:
     """All steps are done: every copy lands, the last checkpoint is durable and proved, then it is written down."""
     life.journal.record("flow.finalizing")
+    places = life.run.places
+    if places.object:
+        marks.promote(places, _good(places, "local")[:1])
     if not life.supervisor.drain(DRAIN_SECONDS):
         raise StoreUnavailable(
-            f"The steps are done, but the persistent tier {life.run.places.persistent} did not take the last "
+            f"The steps are done, but the persistent tier {places.persistent} did not take the last "
             f"checkpoint within {DRAIN_SECONDS:.0f} s; mend the tier and run the same command to finish the copy."
         )
     life.observer.look()
@@ -53,8 +56,9 @@ def failed(life: "Life") -> dict[str, Any]:
 
 def interrupted(life: "Life", error: BaseException) -> None:
     """The flow is being unwound: by a signal, after which the child has stopped, or by an error of ours."""
-    if outcome.delivered() is not None or life.run.final is not None:
+    if life.closed or life.run.final is not None:
         return
+    life.supervisor.close()  # the ranks save before anything is counted
     end = life.supervisor.last_end
     signalled = not isinstance(error, Exception)
     status = "stopped" if signalled and (end is None or end.outcome is Outcome.stopped) else "failed"
@@ -64,6 +68,7 @@ def interrupted(life: "Life", error: BaseException) -> None:
 def again(life: "Life") -> dict[str, Any]:
     """A finished run: nothing to do, the same line."""
     assert life.run.final is not None
+    life.tracker.replay(5.0)
     outcome.deliver(life.run.final)
     return life.run.final
 
@@ -99,6 +104,7 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     atomic.write(places.report, text.render(past, final).encode())
     atomic.write(places.final, (json.dumps(final) + "\n").encode())
     outcome.deliver(final)
+    life.closed = True
     return final
 
 

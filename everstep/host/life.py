@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
 
 from everstep.core.checkpoint import AttemptClaim
-from everstep.core.errors import Damaged, Fenced, TrainingFailed
+from everstep.core.errors import Damaged, Fenced, StoreUnavailable, TrainingFailed
 from everstep.core.health import Severity
 from everstep.core.job import TrainJob
 from everstep.core.recovery import Decision, History, Next, Past
@@ -22,6 +23,9 @@ from everstep.host.progress import Progress
 from everstep.host.supervisor import Supervisor, Watch
 from everstep.host.tracking import Tracker
 from everstep.store import checkpoint, faults, jsonl, marks
+
+HINT_SECONDS = 5.0
+"""How long a resume waits for MLflow. The ranks import torch meanwhile."""
 
 
 class Orchestrator(Protocol):
@@ -61,6 +65,7 @@ class Life:
     probed: list[tuple[str, str]] = field(default_factory=list)
     decision: Decision | None = None
     end: AttemptEnd | None = None
+    closed: bool = False
 
     @property
     def over(self) -> bool:
@@ -114,8 +119,10 @@ def begin_attempt(life: Life) -> None:
     places = life.run.places
     claimed = runs.claims(places)
     resumed = {number: claim.resumed_from for number, claim in claimed.items()}
-    start = resume.choose(places, resumed, life.journal.record, trust_marks=life.attempts_here > 0)
-    number = max(claimed, default=0) + 1
+    again = life.attempts_here > 0
+    hinted = None if again or life.run.created else _ask_mlflow(life)
+    start = resume.choose(places, resumed, life.journal.record, hinted, trust_marks=again)
+    number = max([*claimed, *resume.attempts_seen(places)], default=0) + 1
     folder = start.folder.name if start.folder else ""
     claim = runs.claim(places, number, start.step, folder, life.flow_run)
     if claim is None:
@@ -148,7 +155,10 @@ def verify(life: Life, result: SegmentResult) -> str:
     places = life.run.places
     folder = places.checkpoints("local") / result.checkpoint
     structure = checkpoint.read_structure(places.persistent)
-    outcome = checkpoint.verify(folder, structure=structure, run=life.run.record.run)
+    try:
+        outcome = checkpoint.verify(folder, structure=structure, run=life.run.record.run)
+    except StoreUnavailable as error:  # unknown is not damaged: the copier looks again
+        return str(error)
     if outcome.ok:
         marks.verified(places, result.checkpoint, "local", outcome)
         return f"{result.checkpoint} verified: {outcome.bytes:,} bytes"
@@ -214,7 +224,8 @@ def finish(life: Life) -> dict[str, Any]:
 
 
 def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Journal) -> Life:
-    observer = Observer(run.places, journal.record)
+    tracker = Tracker.of(run, journal.record)
+    observer = Observer(run.places, journal.record, lambda key, uri: tracker.checkpoint(uri, key.step))
     progress = Progress(run.job.steps, lambda: observer.durable_step)
     watch = Watch(
         stop_wish=lambda: prefect.wish() or observer.takeover(),
@@ -223,7 +234,6 @@ def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Jou
         record=journal.record,
     )
     supervisor = Supervisor(run.job, run.places, run.record, staged.staged.data, watch)
-    tracker = Tracker.of(run, journal.record)
     return Life(run, journal, observer, supervisor, tracker, progress, prefect.flow_run_id, journal.past())
 
 
@@ -252,6 +262,15 @@ def _open(life: Life, staged: Staged) -> None:
     _note_lost_attempt(life)
     life.observer.start()
     life.tracker.start()
+
+
+def _ask_mlflow(life: Life) -> Path | None:
+    """What MLflow names as the run's newest durable checkpoint. It is asked first; the tiers are the truth."""
+    hint = life.tracker.hint(HINT_SECONDS)
+    if hint is None or not hint.checkpoint.startswith("file://"):
+        return None
+    life.journal.record("tracking.hint", step=hint.step, checkpoint=hint.checkpoint)
+    return Path(unquote(urlsplit(hint.checkpoint).path))
 
 
 def _note_lost_attempt(life: Life) -> None:

@@ -25,7 +25,7 @@ _KINDS = {
 class Observer:
     """Watches one run for the life of a flow run."""
 
-    def __init__(self, places: RunPlaces, record: Callable[..., None]) -> None:
+    def __init__(self, places: RunPlaces, record: Callable[..., None], now_durable: Callable[[Key, str], None]) -> None:
         self.durable_step = 0
         self.durable: Key | None = None
         self.attempt = 0
@@ -33,6 +33,7 @@ class Observer:
         self._takeover = False
         self._places = places
         self._record = record
+        self._now_durable = now_durable
         self._known: set[tuple[str, str, State]] = set()
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -98,8 +99,11 @@ class Observer:
 
     def _note_durable(self) -> None:
         keys = [Key.parse(folder) for folder, _, state in self._known if state is State.durable]
-        self.durable = max((key for key in keys if key), default=None)
-        self.durable_step = self.durable.step if self.durable else 0
+        newest = max((key for key in keys if key), default=None)
+        if newest is not None and newest != self.durable:
+            self._now_durable(newest, self._places.checkpoint("persistent", newest).as_uri())
+        self.durable = newest
+        self.durable_step = newest.step if newest else 0
 
     def _run(self) -> None:
         while not self._over.wait(LOOK_SECONDS):

@@ -25,10 +25,13 @@ class Start:
     tier: str = ""
 
 
-def choose(places: RunPlaces, resumed: Mapping[int, int], record: Record, *, trust_marks: bool) -> Start:
+def choose(
+    places: RunPlaces, resumed: Mapping[int, int], record: Record, hinted: Path | None = None, *, trust_marks: bool
+) -> Start:
     """The resume point of the next attempt.
 
-    `resumed` maps claimed attempts to the steps they resumed from. With `trust_marks` a checkpoint that this flow run
+    `resumed` maps claimed attempts to the steps they resumed from. `hinted` is the folder that MLflow names: it counts
+    when it is newer than all that the tiers hold. With `trust_marks` a checkpoint that this flow run
     has verified before is not read again (the child proves every byte while it loads). Raises NoValidCheckpoint.
     """
     structure = checkpoint.read_structure(places.persistent)
@@ -36,7 +39,13 @@ def choose(places: RunPlaces, resumed: Mapping[int, int], record: Record, *, tru
     _name_torn(places, held, record)
     committed = {key for keys, _ in held.values() for key in keys}
     silent: list[StoreUnavailable] = []
-    for key in candidates(committed, resumed):
+    best = candidates(committed, resumed)
+    if hinted is not None and (key := Key.parse(hinted.name)) and candidates({key, *best}, resumed)[:1] != best[:1]:
+        result = checkpoint.verify(hinted, structure=structure, run=places.persistent.name)
+        if result.ok:
+            return Start(key.step, hinted, "mlflow")
+        record("checkpoint.unreadable", checkpoint=key.folder, tier="mlflow", text=result.why)
+    for key in best:
         for tier, (keys, _) in held.items():
             if key not in keys:
                 continue
@@ -54,6 +63,11 @@ def choose(places: RunPlaces, resumed: Mapping[int, int], record: Record, *, tru
             f"Look at {places.persistent / 'marks'} for the reasons, put a good copy back, or set fresh: true."
         )
     return Start(0, None)
+
+
+def attempts_seen(places: RunPlaces) -> set[int]:
+    """The attempts that left checkpoint folders, for a run whose claims were lost."""
+    return {key.attempt for tier in places.tiers for keys in checkpoint.find(places.checkpoints(tier)) for key in keys}
 
 
 def _passes(places: RunPlaces, key: Key, tier: str, structure: Structure | None, *, trust_marks: bool) -> bool:
