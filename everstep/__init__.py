@@ -4,6 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.core.job import TrainJob as TrainJob
+    from everstep.host.browse import open_run as open_run
+    from everstep.store.checkpoint import verify_checkpoint as verify_checkpoint
+    from everstep.store.tensors import weights_digest as weights_digest
+    from everstep.trainer.checkpoint import load_checkpoint as load_checkpoint
 
 _HOMES = {
     "TrainJob": "everstep.core.job",
@@ -13,7 +17,7 @@ _HOMES = {
     "weights_digest": "everstep.store.tensors",
 }
 
-__all__ = ["TrainJob"]  # the full list follows as the rooms are built
+__all__ = ["TrainJob", "load_checkpoint", "open_run", "verify_checkpoint", "weights_digest"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,3 +26,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

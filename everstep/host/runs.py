@@ -213,7 +213,14 @@ def _boot() -> str:
 
 
 def _say_owner(places: RunPlaces, flow_run: str) -> None:
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "flow_run": flow_run, "since": time.time()}
+    tiers = {name: str(folder) for name, folder in places.tiers.items()}
+    owner = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "flow_run": flow_run,
+        "since": time.time(),
+        "tiers": tiers,
+    }
     atomic.write(places.persistent / "owner.json", json.dumps(owner).encode())
 
 

@@ -1,0 +1,106 @@
+"""Look at a run in its directory, while it trains or long after: `open_run(path)`. Changes nothing there."""
+
+import html
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from everstep.core.chronicle import Chronicle, Held
+from everstep.core.ledger import Event
+from everstep.host import history, runs
+from everstep.report import text
+from everstep.store.layout import RunPlaces
+
+LISTED = 12
+
+
+def open_run(path: str | Path) -> "RunView":
+    """The run in a run directory, `<persistent>/<name>/<run>`, as its files tell it now.
+
+    Also takes the folder of a job, `<persistent>/<name>`, for its newest run. Raises ValueError for another folder.
+    """
+    folder = Path(path).expanduser().absolute()
+    if not (folder / "run.json").is_file():
+        known = runs.runs(folder) if folder.is_dir() else []
+        if not known:
+            raise ValueError(f"{path}: there is no run here; give the run_dir of a result, or its parent folder.")
+        folder = folder / known[-1].run
+    return RunView(_places(folder))
+
+
+class RunView:
+    """What is known of a run, read when the view was opened; open the run again for news."""
+
+    def __init__(self, places: RunPlaces) -> None:
+        self.run_dir = places.persistent
+        self.chronicle: Chronicle = history.read(places)
+        self.result: dict[str, Any] | None = runs.final_line(places)
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.run_dir.parent.name
+
+    @property
+    def run(self) -> str:
+        """The run's own name."""
+        return self.run_dir.name
+
+    @property
+    def status(self) -> str:
+        """`running`, or how the last flow run ended: `completed`, `stopped`, `failed`."""
+        return self.chronicle.status
+
+    @property
+    def step(self) -> int:
+        """The newest step that counts, whether it is committed yet or not."""
+        return self.chronicle.newest.step if self.chronicle.newest else 0
+
+    @property
+    def checkpoints(self) -> tuple[Held, ...]:
+        """Every checkpoint with its tier and state, oldest first."""
+        return self.chronicle.checkpoints
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """Everything that happened, oldest first."""
+        return self.chronicle.events
+
+    @cached_property
+    def report(self) -> str:
+        """The page that `report.txt` holds at a flow run's end, as of now."""
+        final = self.result if self.status != "running" else None
+        return text.render(self.chronicle, final)
+
+    def __repr__(self) -> str:
+        return f"<run {self.name}/{self.run}: {self.status} at step {self.step}>"
+
+    def _repr_html_(self) -> str:
+        """A small table for notebooks: the newest checkpoints by tier and state."""
+        figures = ", ".join(f"{key} {value:.4g}" for key, value in sorted(self.chronicle.last_metrics.items()))
+        head = f"{self.name} / {self.run}: {self.status} at step {self.step}" + (f", {figures}" if figures else "")
+        rows = [("checkpoint", "tier", "state", "size", "")] + [
+            (
+                one.key.folder,
+                one.tier,
+                "not committed" if one.torn else one.state.value,
+                text.size(one.bytes),
+                one.reason,
+            )
+            for one in self.checkpoints[-LISTED:]
+        ]
+        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table><caption>{html.escape(head)}</caption>{table}</table>"
+
+
+def _places(folder: Path) -> RunPlaces:
+    """The run's places, with the other tiers as its last owner named them."""
+    try:
+        owner = json.loads((folder / "owner.json").read_bytes())
+    except (OSError, ValueError):
+        owner = {}
+    tiers = owner.get("tiers", {}) if isinstance(owner, dict) else {}
+    local, far = tiers.get("local"), tiers.get("object")
+    return RunPlaces(folder, Path(local) if local else folder / ".no-local-tier", Path(far) if far else None)
