@@ -44,13 +44,20 @@ def main() -> int:
 
 
 def _read_line() -> bytes:
-    """The spec; nothing at end of file, or when a signal to stop has come and no line with it."""
-    while True:
-        ready, _, _ = select.select([sys.stdin.buffer], [], [], 0 if _early else 0.1)
-        if ready:
-            return sys.stdin.buffer.readline()
-        if _early:
-            return b""
+    """The spec; nothing at end of file, or when a signal to stop has come and no line with it. Sleeps until then."""
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    signal.set_wakeup_fd(mouth)
+    ready, _, _ = select.select([sys.stdin.buffer, ear], [], [], 0 if _early else None)
+    line = sys.stdin.buffer.readline() if _has_line(ready) else b""
+    signal.set_wakeup_fd(-1)
+    os.close(ear)
+    os.close(mouth)
+    return line
+
+
+def _has_line(ready: list[Any]) -> bool:
+    return sys.stdin.buffer in ready or bool(select.select([sys.stdin.buffer], [], [], 0)[0])
 
 
 def _on_stop(handler: Any) -> None:

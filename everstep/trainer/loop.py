@@ -70,6 +70,7 @@ class Training:
 
 def run(t: Training) -> Finish:
     """Train until the steps are done, a stop is asked for, or the program says that it is done."""
+    t.vitals.last_snapshot = time.monotonic()
     t.agreement.issue(t.step)
     word = _hear(t)
     while t.step < t.spec.steps and not t.finished:
@@ -132,6 +133,7 @@ def _train(t: Training) -> int:
     faults.point("train.step_end")
     if t.first:
         t.first = False
+        t.vitals.step = t.step
         t.vitals.enter(Phase.train)
     return share.total
 
@@ -194,7 +196,7 @@ def _close(t: Training, word: Word) -> None:
 
 
 def _evaluation_is_due(t: Training, segment: int) -> bool:
-    if t.program.evaluate is None:
+    if t.program.evaluate is None and t.program.done is None:
         return False
     every = t.spec.evaluate_every_steps
     return t.step >= t.spec.steps or (t.step % every == 0 if every else bool(segment))
@@ -230,6 +232,7 @@ def _save(t: Training, *, must: bool, segment: int = 0) -> None:
         t.vitals.enter(Phase.eval)
         probe = t.probe.take()
     t.vitals.enter(Phase.save)
+    t.vitals.last_snapshot = time.monotonic()
     state = snapshot.copied(snapshot.living(t.program, t.ranks.rank))
     t.saver.submit(
         Snapshot(

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from everstep.core.segment import AttemptSpec, Cause, CauseKind, Outcome, Phase
+from everstep.core.segment import AttemptSpec, Cause, CauseKind, Outcome, Phase, is_echo
 from everstep.store import faults
 from everstep.store.layout import RunPlaces
 from everstep.trainer import device as devices
@@ -50,12 +50,12 @@ class Rank:
         self.ranks = Ranks()
         self.saver: Saver | None = None
         self._timed = 0
-        self._last_save = time.monotonic()
 
     def say(self, step: int) -> Word:
         """The word of this rank at the end of `step`; rank 0 speaks for the lease and for the clock."""
         if self.side is None:
             return Word(stop=int(self.pulse.stop_wanted))
+        self.side.check()
         lease = self.side.lease
         end = lease.end_after(step)
         return Word(
@@ -70,9 +70,9 @@ class Rank:
     def _clock(self) -> int:
         """How many saves by time have fallen due."""
         every = self.spec.save_every_seconds
-        if every is not None and time.monotonic() - self._last_save >= every:
+        if every is not None and time.monotonic() - self.vitals.last_snapshot >= every:
             self._timed += 1
-            self._last_save = time.monotonic()
+            self.vitals.last_snapshot = time.monotonic()
         return self._timed
 
 
@@ -198,7 +198,7 @@ def _fail(rank: Rank, error: BaseException) -> None:
             rank.saver.finish(AFTER_FAILURE)
         except Exception as late:  # noqa: BLE001 - the first error is the cause; this one goes to the log
             traceback.print_exception(late)
-    if rank.pulse.stop_wanted and cause.kind is CauseKind.exception and rank.ranks.size > 1:
+    if rank.pulse.stop_wanted and rank.ranks.size > 1 and is_echo(cause):
         rank.pulse.leave(pulse.stopped(vitals, rank.pulse.signal_name), 0)
     if rank.side is not None:
         rank.side.flush(1.0)

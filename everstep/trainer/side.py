@@ -36,6 +36,7 @@ class Side:
         self._flushed = threading.Condition()
         self._flushes = 0
         self._changed = threading.Event()
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="side", daemon=True)
 
     def start(self) -> None:
@@ -58,7 +59,19 @@ class Side:
         self._changed.wait(seconds)
         self._changed.clear()
 
+    def check(self) -> None:
+        """Raise what ended this thread, if anything did: without it no lease would be heard any more."""
+        if self._failure is not None:
+            raise self._failure
+
     def _run(self) -> None:
+        """A process edge: what ends this thread is raised again in the training thread."""
+        try:
+            self._serve()
+        except BaseException as error:  # noqa: BLE001 - recorded here, raised by check()
+            self._failure = error
+
+    def _serve(self) -> None:
         written = 0.0
         while True:
             goal = self._wanted

@@ -27,6 +27,7 @@ class Vitals:
         self.progress = 0
         self.loss: float | None = None
         self.marks: deque[PhaseMark] = deque()
+        self.last_snapshot = time.monotonic()
         self.told: Callable[[], None] = nothing
         self._seconds = [0.0] * RECENT
         self._samples = [0] * RECENT
@@ -37,9 +38,10 @@ class Vitals:
         """Begin a phase now. A mark of it is left for `phases.jsonl`."""
         self.phase = phase
         self.progress += 1
-        self.marks.append(
-            PhaseMark.model_construct(attempt=self.spec.attempt, time=time.time(), phase=phase, step=self.step)
-        )
+        if self.spec.rank == 0:
+            self.marks.append(
+                PhaseMark.model_construct(attempt=self.spec.attempt, time=time.time(), phase=phase, step=self.step)
+            )
         self.told()
 
     def moved(self, _: int = 1) -> None:

@@ -175,15 +175,16 @@ def test_evaluation_after_a_resume(untouched, same, make_run):
     assert same(plain.weights("step-00000060.a1"), run.weights("step-00000060.a2"))
 
 
-def test_patience_survives_restarts(make_run):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_patience_survives_restarts(make_run, ranks):
     """BC-050: a flat metric, patience 3, evaluated every 5 steps: over after the third bad one in total (the fourth)."""
     run = make_run(flat=True, patience=3)
-    hold(run, 1, 13, 10, evaluate_every_steps=5)
-    gang = run.run(2, "step-00000010.a1", evaluate_every_steps=5)
-    assert gang.wait() == [0]
+    hold(run, 1, 13, 10, ranks, evaluate_every_steps=5)
+    gang = run.run(2, "step-00000010.a1", ranks, evaluate_every_steps=5)
+    assert gang.wait() == [0] * ranks
     end = gang.end()
     assert (end.outcome, end.step, end.saved_step, end.finished_early) == ("done", 20, 20, True)
-    again = run.run(3, "step-00000020.a2", evaluate_every_steps=5)
+    again = run.run(3, "step-00000020.a2", ranks, evaluate_every_steps=5)
     assert (again.end().outcome, again.end().step, again.end().finished_early) == ("done", 20, True)
 
 
