@@ -1,28 +1,17 @@
 """What drills share: one Prefect server for many flow runs, TINY jobs in their own folders, and untouched references."""
 
-import contextlib
-import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
-from everstep.core.checkpoint import RunRecord
-from everstep.host import process, server
+from everstep.host import server
 
 sys.path.insert(0, str(Path(__file__).parent))
-import tiny
-
-ROOT = Path(__file__).parents[2]
-GONE_SECONDS = 30
+from drill import Drill, new_drill
 
 
 @pytest.fixture(scope="session")
@@ -32,171 +21,6 @@ def prefect_api(tmp_path_factory) -> Iterator[str]:
     own.wait_ready(120)
     yield own.url
     own.stop()
-
-
-@dataclass
-class Ended:
-    """What a flow run left on the console."""
-
-    code: int
-    final: dict | None
-    out: str
-    err: str
-
-
-@dataclass
-class Drill:
-    """One job in its own folder, run as a user runs it."""
-
-    folder: Path
-    api: str | None
-    job: dict
-    running: list[subprocess.Popen] = field(default_factory=list)
-    faults_made: int = 0
-
-    @property
-    def home(self) -> Path:
-        return self.folder / "persistent" / self.job["name"]
-
-    @property
-    def run_dir(self) -> Path:
-        return max(self.home.glob("r*"))
-
-    def write(self) -> Path:
-        file = self.folder / "job.yaml"
-        file.write_text(yaml.safe_dump(self.job))
-        return file
-
-    @property
-    def last_plan(self) -> Path | None:
-        """The newest plan of faults; those that have fired do not fire again."""
-        return self.folder / f"faults-{self.faults_made - 1}.json" if self.faults_made else None
-
-    def fired(self) -> int:
-        """How many faults of the plans have happened."""
-        return len(list(self.folder.glob("faults-*.fired")))
-
-    def start(
-        self,
-        *faults: dict,
-        plan: Path | None = None,
-        environment: dict[str, str] | None = None,
-        arguments: tuple[str, ...] = (),
-    ):
-        """Begin a flow run; `faults` is a plan for `everstep.store.faults`, or `plan` names an older one."""
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "EVERSTEP_"))}
-        env |= {"EVERSTEP_JOURNAL": str(self.folder / "journal"), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        if self.api:
-            env["PREFECT_API_URL"] = self.api
-        if faults:
-            plan = self.folder / f"faults-{self.faults_made}.json"
-            self.faults_made += 1
-            plan.write_text(json.dumps(list(faults)))
-        if plan:
-            env["EVERSTEP_FAULTS"] = str(plan)
-        flow = subprocess.Popen(
-            [sys.executable, "-m", "flows.train", str(self.write()), *arguments],
-            cwd=ROOT,
-            env=env | (environment or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        self.running.append(flow)
-        return flow
-
-    def wait(self, flow, timeout: float = 150) -> Ended:
-        out, err = flow.communicate(timeout=timeout)
-        lines = out.strip().splitlines()
-        final = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
-        return Ended(flow.returncode, final, out, err)
-
-    def run(self, *faults: dict, **options) -> Ended:
-        return self.wait(self.start(*faults, **options))
-
-    def token(self) -> str:
-        return process.token(RunRecord.model_validate_json((self.run_dir / "run.json").read_bytes()))
-
-    def left(self) -> list[int]:
-        """Processes of this drill that still run, found by the run's mark."""
-        return [
-            pid
-            for record in self.home.glob("r*/run.json")
-            for pid in process.marked(process.token(RunRecord.model_validate_json(record.read_bytes())))
-        ]
-
-    def await_gone(self, seconds: float = GONE_SECONDS) -> None:
-        until = time.monotonic() + seconds
-        while self.left() and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not self.left()
-
-    def await_step(self, step: int, flow, seconds: float = 60, *, give_up: bool = True) -> None:
-        """Wait until rank 0 of the running attempt has trained `step`. `give_up=False`: or until the flow has ended."""
-        until = time.monotonic() + seconds
-        beat = self.folder / "nvme" / self.job["name"]
-        while time.monotonic() < until:
-            for path in beat.glob("r*/heartbeat-0.json"):
-                with contextlib.suppress(ValueError):
-                    if json.loads(path.read_bytes())["step"] >= step:
-                        return
-            if flow.poll() is not None and not give_up:
-                return
-            assert flow.poll() is None, flow.communicate()
-            time.sleep(0.02)
-        raise AssertionError(f"step {step} was not reached in {seconds} s")
-
-    def wall(self) -> float:
-        """Seconds from the run's creation to its newest event."""
-        events = [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
-        begin = min(event["data"].get("queued_since") or event["time"] for event in events)
-        return max(event["time"] for event in events) - begin
-
-    def accepted(self) -> dict[int, dict[int, list[dict]]]:
-        """By rank and step, the micro-batches of the last attempt that got past the step."""
-        micro = self.job["config"].get("accumulation", 1)
-        result = {}
-        for path in sorted((self.folder / "journal").glob("rank-*.jsonl")):
-            steps: dict[int, list[dict]] = {}
-            for line in path.read_text().splitlines():
-                row = json.loads(line)
-                rows = steps.setdefault(row["step"], [])
-                if len(rows) >= micro:
-                    rows.clear()
-                rows.append(row)
-            result[int(path.stem.removeprefix("rank-"))] = steps
-        return result
-
-    def close(self) -> None:
-        for flow in self.running:
-            if flow.poll() is None:
-                os.killpg(flow.pid, signal.SIGKILL)
-            flow.communicate()
-        for pid in self.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def new_drill(folder: Path, api: str | None, mlflow: Path, name: str, config: dict | None = None, **changes) -> Drill:
-    """TINY, 60 steps in segments of 20, a checkpoint every 10, unless said otherwise."""
-    (folder / "journal").mkdir(parents=True)
-    tiny.write_data(folder / "data")
-    shutil.copy(mlflow, folder / "mlflow.db")
-    job = {
-        "name": name,
-        "program": str(Path(tiny.__file__)) + ":build",
-        "config": config or {},
-        "data": {"source": "data"},
-        "steps": 60,
-        "segment_steps": 20,
-        "checkpoint": {"every_steps": 10},
-        "threads": 1,
-        "tiers": {"local": "nvme", "persistent": "persistent"},
-        "tracking": {"uri": "sqlite:///mlflow.db"},
-    }
-    return Drill(folder, api, job | changes)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-from pathlib import Path
 
 import plans
 import pytest
@@ -84,8 +83,8 @@ def test_seeded_kills_at_random_moments(make_drill, untouched, seed):
 def kill(drill, flow, victim: str, dice) -> None:
     """SIGKILL to whoever the dice choose; a victim that is gone already is no victim."""
     marked = process.marked(drill.token()) if drill.home.exists() and list(drill.home.glob("r*/run.json")) else []
-    ranks = [pid for pid in marked if "everstep.trainer" in command(pid)]
-    copiers = [pid for pid in marked if "everstep.host.copier" in command(pid)]
+    ranks = [pid for pid in marked if "everstep.trainer" in drill.command(pid)]
+    copiers = [pid for pid in marked if "everstep.host.copier" in drill.command(pid)]
     victims = {
         "rank": ranks and [dice.choice(ranks)],
         "copier": copiers,
@@ -97,10 +96,3 @@ def kill(drill, flow, victim: str, dice) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-
-
-def command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
