@@ -18,6 +18,7 @@ from everstep.core.checkpoint import MANIFEST, Manifest
 from everstep.core.dataset import FileEntry
 from everstep.core.errors import Damaged
 from everstep.store import atomic, faults
+from everstep.store import checkpoint as committed
 from everstep.trainer import shards, tree
 from everstep.trainer.snapshot import Snapshot
 
@@ -94,14 +95,6 @@ def remove_part(folder: Path, rank: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    try:
-        data = (folder / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(folder.name, MANIFEST, "is missing, so this is not a checkpoint") from None
-    return Manifest.parse(data, folder.name, MANIFEST)
-
-
 def read_part(folder: Path, manifest: Manifest, rank: int, threads: int, seen: shards.Seen) -> Part:
     """One rank's part, every byte checked against the manifest while it is read. Raises Damaged."""
     entries = entries_of(manifest, rank)
@@ -134,7 +127,7 @@ def check_others(folder: Path, manifest: Manifest, ranks: Iterable[int], threads
 def load_checkpoint(uri: str | Path) -> dict[str, Tensor]:
     """The model's state dict in a checkpoint: a folder's path or `file://` URI. Raises Damaged; runs no stored code."""
     folder = _folder(str(uri))
-    manifest = read_manifest(folder)
+    manifest = committed.read_manifest(folder)
     entries = entries_of(manifest, 0)
     if "rank-0.json" not in entries:
         raise Damaged(folder.name, MANIFEST, "names no rank-0.json")

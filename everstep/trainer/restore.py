@@ -11,6 +11,7 @@ import torch
 from everstep.core.checkpoint import MANIFEST, Manifest
 from everstep.core.errors import Damaged
 from everstep.core.segment import AttemptSpec
+from everstep.store import checkpoint as committed
 from everstep.trainer import checkpoint, rng
 from everstep.trainer.checkpoint import Part
 from everstep.trainer.evaluation import Probe
@@ -51,7 +52,7 @@ def from_checkpoint(
     random state is put back last.
     """
     folder = Path(spec.restore or "")
-    manifest = checkpoint.read_manifest(folder)
+    manifest = committed.read_manifest(folder)
     _check_identity(spec, folder, manifest)
     shared, own = _parts(spec, folder, manifest, vitals)
     start = _start(folder, manifest, shared, order)

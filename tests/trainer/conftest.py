@@ -49,6 +49,10 @@ class Gang:
                 self.statuses[rank] = code
         return bool(self.statuses)
 
+    def failed(self):
+        """Whether a rank ended by itself otherwise than in order."""
+        return self.dead() and any(code > 0 for code in self.statuses.values())
+
     def kill(self, number=signal.SIGKILL):
         for rank, pid in enumerate(self.pids):
             if rank not in self.statuses:
@@ -207,7 +211,7 @@ class Driver:
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, self.gangs[-1].logs()
-            assert not (self.gangs[-1].dead() and not condition()), self.gangs[-1].logs()
+            assert not self.gangs[-1].failed() or condition(), self.gangs[-1].logs()
             time.sleep(0.005)
 
     def phase(self, phase, rank=0):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from everstep.store import checkpoint as committed
 from everstep.trainer import checkpoint
 
 SHAPES = {
@@ -195,7 +196,7 @@ def test_helpers_are_as_saved_just_before_the_first_step(make_run):
     run.config["dump"] = str(run.folder / "dump.json")
     run.run(2, "step-00000010.a1")
     folder = run.places.checkpoints("local") / "step-00000010.a1"
-    kept = checkpoint.read_part(folder, checkpoint.read_manifest(folder), 0, 1, lambda _: None).state
+    kept = checkpoint.read_part(folder, committed.read_manifest(folder), 0, 1, lambda _: None).state
     dumped = json.loads((run.folder / "dump.json").read_text())
     assert dumped["patience"] == kept["state"]["patience"]
     assert len(dumped["patience"]["seen"]) == 2

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +163,31 @@ def test_saves_on_request_and_by_time(make_run):
     timed = make_run("timed", sleep=0.01)
     assert timed.run(ranks=2, save_every_steps=None, save_every_seconds=0.15, lease=(60,)).wait() == [0, 0]
     assert len(timed.committed()) >= 3
+
+
+def children(pid):
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_loader_workers_leave_signals_to_their_rank_and_die_with_it(make_run):
+    run = make_run(workers=2, sleep=0.02)
+    gang = run.start()
+    run.step(3)
+    workers = children(gang.pids[0])
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+    run.step(run.heartbeat()["step"] + 10)
+    gang.kill()
+    gang.wait()
+    run.until(lambda: not any(map(is_alive, workers)), 5.0)
 
 
 def rank_process(log):
