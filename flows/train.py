@@ -37,7 +37,7 @@ def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
                     verify.submit(run, end)
                     keep(run)
                 decide(run, end)
-            return finish(run)
+            return prefect.end(finish(run))
 
 
 train = LocalFlow(life_of_a_run, name="train", flow_run_name="train-{job.name}", validate_parameters=True)

@@ -1,8 +1,10 @@
 """Whether Prefect wants this flow run to end: asked by a side thread, because a worker's cancel can be lost."""
 
+import contextvars
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 from uuid import UUID
 
 import httpx
@@ -10,11 +12,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
+from prefect.states import Cancelled, Completed
 
 POLL_SECONDS = 5.0
+_CANCELLED = "cancelled in Prefect"
 _ENDING = {
-    StateType.CANCELLING: "cancelled in Prefect",
-    StateType.CANCELLED: "cancelled in Prefect",
+    StateType.CANCELLING: _CANCELLED,
+    StateType.CANCELLED: _CANCELLED,
     StateType.CRASHED: "marked crashed in Prefect",
     StateType.PAUSED: "suspended in Prefect",
 }
@@ -27,7 +31,8 @@ class Watch:
         self.flow_run_id = flow_run_id
         self.reason: str | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._poll, name="everstep-prefect-state", daemon=True)
+        settings = contextvars.copy_context()  # a bare thread would see Prefect's global ones, and start a server
+        self._thread = threading.Thread(target=settings.run, args=(self._poll,), name="everstep-prefect", daemon=True)
 
     def start(self) -> None:
         if self.flow_run_id:
@@ -39,6 +44,15 @@ class Watch:
     def wish(self) -> str | None:
         """Why Prefect wants the run to stop; None while it does not or cannot be asked."""
         return self.reason
+
+    def end(self, final: dict[str, Any]) -> dict[str, Any]:
+        """What the flow returns: the JSON line; as a state `Stopped` or `Cancelled` for a run that stopped on request."""
+        if final["status"] != "stopped":
+            return final
+        message = f"stopped on request at step {final['step']}; a new flow run of this job goes on from there"
+        cancelled = self.reason == _CANCELLED
+        state = Cancelled(message=message) if cancelled else Completed(name="Stopped", message=message, data=final)
+        return cast("dict[str, Any]", state)  # Prefect hands its data to the caller
 
     def _poll(self) -> None:
         while not self._over.wait(POLL_SECONDS) and self.reason is None:

@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 from prefect import Flow
 from prefect.settings import (
     PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     PREFECT_LOGGING_TO_API_ENABLED,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
     get_current_settings,
@@ -38,15 +39,20 @@ def embedded_server() -> Iterator[None]:
     if get_current_settings().api.url:
         yield
         return
-    own = server.start(server.default_log())
+    own = server.take()
     try:
         own.wait_ready(READY_SECONDS)
-        alone = {
-            PREFECT_API_URL: own.url,
-            PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False,
-            PREFECT_LOGGING_TO_API_ENABLED: False,
-        }
-        with temporary_settings(alone):
+        with temporary_settings(_alone(own.url)):
             yield
     finally:
         own.stop()
+
+
+def _alone(url: str) -> dict[Any, Any]:
+    """Nobody else sees this server: it needs no logs, and no heartbeats (waiting for their end costs a second)."""
+    return {
+        PREFECT_API_URL: url,
+        PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False,
+        PREFECT_LOGGING_TO_API_ENABLED: False,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+    }

@@ -1,51 +1,55 @@
 """The command line of the train flow: what is printed, what is left in the log, and the exit code.
 
-A wrong job is answered before Prefect is imported; the embedded server starts while the rest is.
+A wrong job is answered before Prefect is imported; the embedded server starts while the rest is. Heavy imports stand
+inside functions, so that a signal in the first moments already finds its handler.
 """
 
+import gc
 import json
 import logging
 import os
 import signal
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from everstep.core.errors import EverstepError
-from everstep.core.job import TrainJob
-from everstep.host import jobs, outcome, server
+if TYPE_CHECKING:
+    from logging.handlers import MemoryHandler
+
+    from everstep.core.job import TrainJob
 
 COMPLETED, FAILED, USER, STOPPED = 0, 1, 2, 75
+USAGE = "usage: python -m flows.train job.yaml [--take-over]"
+ENDED_EARLY = "Stopped by a signal before training began; nothing committed is lost."
 
 
 @dataclass
 class Console:
-    """A checked job, and the server that is starting for it (None when Prefect has an API already)."""
+    """A checked job, on its way to the flow."""
 
-    job: TrainJob
+    job: "TrainJob"
     take_over: bool
-    server: server.Server | None
 
     def run(self, train: Callable[..., Any]) -> int:
         """Run the flow, print the JSON line last, and return the exit code."""
+        from everstep.host import server
+
         log = _quiet_libraries()
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _interrupt)
+        sentence, code = None, FAILED
         try:
-            if self.server is not None:
-                self.server.wait_ready(90)
             train(self.job, take_over=self.take_over)
-        except (ValueError, EverstepError) as error:
-            return _close(log, _sentence(error), USER if isinstance(error, ValueError) else FAILED)
         except BaseException as error:  # the edge of the process: recorded, and said by the exit code
             logging.getLogger("everstep").exception("the flow ended by an exception")
-            return _close(log, _interruption(error), FAILED)
-        finally:
-            if self.server is not None:
-                self.server.stop()
-        return _close(log, None, FAILED)
+            sentence, code = _judge(error, self.job)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        server.stop_ahead()
+        gc.freeze()  # half a second of tidying up at exit that nobody needs
+        return _close(log, sentence, code)
 
 
 def open_console(arguments: Sequence[str]) -> Console:
@@ -53,22 +57,36 @@ def open_console(arguments: Sequence[str]) -> Console:
 
     Leaves with exit code 2 and one sentence for what a person can mend.
     """
-    take_over = "--take-over" in arguments
+    job: TrainJob | None = None
+
+    def leave(number: int, frame: object) -> NoReturn:
+        from everstep.host import server
+
+        _say(ENDED_EARLY)
+        server.stop_ahead()
+        os._exit(STOPPED if job is not None and _has_committed(job) else FAILED)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # Prefect would print a notice, and tell others, at its first import
+    from everstep.host import jobs, server
+
+    file, take_over = _parse(arguments)
+    try:
+        job = jobs.read(file)
+        jobs.check(job, Path.cwd())
+        if not _has_api():
+            server.start_ahead(server.default_log())
+    except (ValueError, OSError) as error:
+        _refuse(_sentence(error))
+    return Console(job, take_over)
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Path, bool]:
     files = [argument for argument in arguments if argument != "--take-over"]
     if len(files) != 1 or files[0].startswith("-"):
-        _refuse("usage: python -m flows.train job.yaml [--take-over]")
-    try:
-        job = jobs.read(Path(files[0]))
-        jobs.check(job, Path.cwd())
-    except ValueError as error:
-        _refuse(_sentence(error))
-    if _has_api():
-        return Console(job, take_over, None)
-    own = server.start(server.default_log())
-    os.environ["PREFECT_API_URL"] = own.url
-    os.environ["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"] = "false"
-    os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"  # the server goes with the flow: nobody could read them
-    return Console(job, take_over, own)
+        _refuse(USAGE)
+    return Path(files[0]), "--take-over" in arguments
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -77,33 +95,64 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    sys.stderr.write(sentence + "\n")
+    _say(sentence)
     raise SystemExit(USER)
 
 
+def _say(sentence: str) -> None:
+    sys.stderr.write(sentence + "\n")
+    sys.stderr.flush()
+
+
 def _sentence(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """The error's own words on one line. An operating system's error also says what to do."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, OSError) or error.strerror is None:
+        return text
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror}; mend that and run the same command to go on. Nothing committed is lost."
 
 
-def _interruption(error: BaseException) -> str:
-    name = type(error).__name__
-    if name in ("TerminationSignal", "KeyboardInterrupt"):
-        return "Stopped by a signal."
-    detail = _sentence(error)
-    return f"The flow ended by {name}: {detail[:300]}. Nothing committed is lost; run the same command to go on."
+def _judge(error: BaseException, job: "TrainJob") -> tuple[str, int]:
+    """What is said of an exception that ended the flow, and the exit code if the run itself gave none."""
+    from everstep.core.errors import EverstepError
+
+    if type(error).__name__ in ("TerminationSignal", "KeyboardInterrupt", "CancelledRun"):
+        return "Stopped on request.", STOPPED if _has_committed(job) else FAILED
+    if isinstance(error, ValueError):
+        return _sentence(error), USER
+    if isinstance(error, EverstepError | OSError):
+        return _sentence(error), FAILED
+    text = f"The flow ended by {type(error).__name__}: {_sentence(error)[:300]}."
+    return f"{text} Nothing committed is lost; run the same command to go on.", FAILED
 
 
-def _close(log: "logging.handlers.MemoryHandler", sentence: str | None, code: int) -> int:
+def _has_committed(job: "TrainJob") -> bool:
+    """Whether the job's newest run has a checkpoint to go on from."""
+    from everstep.core.errors import Damaged
+    from everstep.host import runs
+
+    try:
+        known = runs.runs(Path(job.tiers.persistent) / job.name)
+    except (OSError, Damaged):
+        return False
+    tiers = (job.tiers.local, job.tiers.persistent)
+    return bool(known) and any(
+        next(Path(tier, job.name, known[-1].run).glob("checkpoints/*/manifest.json"), None) for tier in tiers
+    )
+
+
+def _close(log: "MemoryHandler", sentence: str | None, code: int) -> int:
     """Print what is left to say; the run's own JSON line decides the exit code when there is one."""
+    from everstep.host import outcome
+
     final = outcome.delivered()
+    file = _keep_log(log, final)
     if final is not None:
-        target = logging.FileHandler(Path(final["run_dir"]) / "logs" / "flow.log")
-        target.setFormatter(log.formatter)
-        log.setTarget(target)
-        log.flush()
         code = _code(final, code)
     if sentence and code != COMPLETED:
-        sys.stderr.write(sentence + "\n")
+        known = code != FAILED or not sentence.startswith("The flow ended by")
+        _say(sentence if known or file is None else f"{sentence} The log is {file}.")
     if final is not None:
         sys.stdout.write(json.dumps(final) + "\n")
         sys.stdout.flush()
@@ -114,21 +163,33 @@ def _code(final: dict[str, Any], code: int) -> int:
     if final["status"] == "completed":
         return COMPLETED
     if final["status"] == "stopped":
-        return STOPPED if final["checkpoint"] else FAILED
+        return STOPPED if final["step"] else FAILED
     return code
 
 
-def _quiet_libraries() -> "logging.handlers.MemoryHandler":
+def _keep_log(log: "MemoryHandler", final: dict[str, Any] | None) -> Path | None:
+    """Write what the libraries logged to the run's directory, or beside the server's log if there is no run."""
+    from everstep.host import server
+
+    file = Path(final["run_dir"], "logs", "flow.log") if final else server.default_log().with_name("flow.log")
+    try:
+        target = logging.FileHandler(file, mode="a" if final else "w")
+    except OSError:  # a full or read-only disk is what we are about to tell of
+        return None
+    target.setFormatter(log.formatter)
+    log.setTarget(target)
+    log.flush()
+    return file
+
+
+def _quiet_libraries() -> "MemoryHandler":
     """Keep the console for our own lines: what Prefect and the libraries log goes to the run directory."""
     from logging.handlers import MemoryHandler
 
     keep = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
     keep.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    loggers = [
-        logging.root,
-        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
-    ]
-    for one in loggers:
+    known = logging.root.manager.loggerDict.values()
+    for one in (logging.root, *(logger for logger in known if isinstance(logger, logging.Logger))):
         printing = [handler for handler in one.handlers if isinstance(handler, logging.StreamHandler)]
         for handler in printing:
             one.removeHandler(handler)
@@ -136,11 +197,14 @@ def _quiet_libraries() -> "logging.handlers.MemoryHandler":
             one.addHandler(keep)
     logging.root.addHandler(keep)
     logging.captureWarnings(capture=True)
+    logging.raiseExceptions = False
     return keep
 
 
 def _has_api() -> bool:
     """Whether Prefect's settings name an API, seen without importing Prefect."""
+    import tomllib
+
     if os.environ.get("PREFECT_API_URL"):
         return True
     home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()

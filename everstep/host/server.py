@@ -28,6 +28,7 @@ _BOOT = str(Path(__file__).with_name("server_boot.py"))
 _FOLDER = "everstep-prefect-"
 _OFF = ("CANCELLATION_CLEANUP", "EVENT_PERSISTER", "FOREMAN", "LATE_RUNS", "PAUSE_EXPIRATIONS", "SCHEDULER", "TRIGGERS")
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_ahead: "Server | None" = None
 
 
 @dataclass
@@ -54,14 +55,15 @@ class Server:
 
     def stop(self) -> None:
         """End it and remove its database. Nothing in there outlives the flow, so it need not be asked."""
+        if self._lock < 0:
+            return
         self.process.kill_group()
         self.process.wait(5.0)
         process.sweep(self.process.token, 0.0)
         self.process.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        os.close(self._lock)
+        self._lock = -1
 
     def _answers(self, patience: float) -> bool:
         try:
@@ -98,11 +100,33 @@ def start(log: Path, cache: Path | None = None) -> Server:
         listener.close()
 
 
+def start_ahead(log: Path) -> None:
+    """Start the server that this process is going to `take`: it comes up while Python imports the rest."""
+    global _ahead  # noqa: PLW0603 - one process, one embedded server
+    _ahead = start(log)
+
+
+def take() -> Server:
+    """The server that was started ahead, or a new one. It is the caller's now."""
+    global _ahead
+    taken, _ahead = _ahead, None
+    return taken or start(default_log())
+
+
+def stop_ahead() -> None:
+    """Stop a server that was started ahead and not taken."""
+    if _ahead is not None:
+        _ahead.stop()
+
+
 def default_log() -> Path:
-    """A log in the user's cache folder, for whoever has no better place."""
+    """A log in the user's cache folder, for whoever has no better place; in the temporary one where that is closed."""
     log = _cache().with_name("prefect-server.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    return log
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.gettempdir()) / log.name
+    return log if os.access(log.parent, os.W_OK) else Path(tempfile.gettempdir()) / log.name
 
 
 def _settings(folder: Path) -> dict[str, str]:
