@@ -9,7 +9,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import State, StateType
 from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
@@ -51,7 +51,9 @@ class Watch:
             return final
         message = f"stopped on request at step {final['step']}; a new flow run of this job goes on from there"
         cancelled = self.reason == _CANCELLED
-        state = Cancelled(message=message) if cancelled else Completed(name="Stopped", message=message, data=final)
+        state: State[Any] = (
+            Cancelled(message=message) if cancelled else Completed(name="Stopped", message=message, data=final)
+        )
         return cast("dict[str, Any]", state)  # Prefect hands its data to the caller
 
     def _poll(self) -> None:

@@ -1,7 +1,9 @@
 """The end of a flow run: what is drained, proved, counted and written down, for each way in which it can end."""
 
+import contextlib
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from everstep.store.tensors import weights_digest_of
 if TYPE_CHECKING:
     from everstep.host.life import Life
 
-DRAIN_SECONDS = 600.0
+PATIENCE_SECONDS = 10.0
 QUICK_SECONDS = 2.0
 """After a stop signal little time is left: a Prefect worker kills 30 s after it, and the child had 25 of them."""
 
@@ -28,10 +30,10 @@ def completed(life: "Life") -> dict[str, Any]:
     places = life.run.places
     if places.object:
         marks.promote(places, _good(places, "local")[:1])
-    if not life.supervisor.drain(DRAIN_SECONDS):
+    if not _drain(life):
         raise StoreUnavailable(
-            f"The steps are done, but the persistent tier {places.persistent} did not take the last "
-            f"checkpoint within {DRAIN_SECONDS:.0f} s; mend the tier and run the same command to finish the copy."
+            f"The steps are done, but the persistent tier {places.persistent} did not take the last checkpoint "
+            f"within {life.run.job.limits.drain:.0f} s; mend the tier and run the same command to finish the copy."
         )
     life.observer.look()
     life.keep()
@@ -41,7 +43,7 @@ def completed(life: "Life") -> dict[str, Any]:
 def stopped(life: "Life") -> dict[str, Any]:
     """Stopped on request without a limit of time: copies land first."""
     life.journal.record("flow.finalizing")
-    life.supervisor.drain(DRAIN_SECONDS)
+    _drain(life)
     life.observer.look()
     return _write_down(life, "stopped", tracker_seconds=5.0)
 
@@ -58,16 +60,33 @@ def interrupted(life: "Life", error: BaseException) -> None:
     """The flow is being unwound: by a signal, after which the child has stopped, or by an error of ours."""
     if life.closed or life.run.final is not None:
         return
+    signalled = not isinstance(error, Exception)
+    if signalled:
+        with contextlib.suppress(BaseException):  # a second signal: whoever sends it wants no copies, only the end
+            life.supervisor.settle()
     life.supervisor.close()  # the ranks save before anything is counted
     end = life.supervisor.last_end
-    signalled = not isinstance(error, Exception)
     status = "stopped" if signalled and (end is None or end.outcome is Outcome.stopped) else "failed"
     _write_down(life, status, tracker_seconds=QUICK_SECONDS if signalled else 5.0)
+
+
+def _drain(life: "Life") -> bool:
+    """Let every copy land, and say what is waited for; whether all did in the time that the job gives."""
+    until = time.monotonic() + life.run.job.limits.drain
+    while (left := until - time.monotonic()) > 0:
+        slice_over = time.monotonic() + min(PATIENCE_SECONDS, left)
+        if life.supervisor.drain(min(PATIENCE_SECONDS, left)):
+            return True
+        if time.monotonic() < slice_over - 1.0:
+            return False
+        life.progress.say(f"waiting for copies to {life.run.places.persistent}, for {max(0.0, left):.0f} s more")
+    return False
 
 
 def again(life: "Life") -> dict[str, Any]:
     """A finished run: nothing to do, the same line."""
     assert life.run.final is not None
+    life.progress.say(f"run {life.run.record.run} is complete: nothing is left to train")
     life.tracker.replay(5.0)
     outcome.deliver(life.run.final)
     return life.run.final
@@ -101,11 +120,23 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
         "metrics": past.last_metrics,
         "finished_early": bool(life.end and life.end.finished_early),
     }
-    atomic.write(places.report, text.render(past, final).encode())
-    atomic.write(places.final, (json.dumps(final) + "\n").encode())
+    try:
+        atomic.write(places.report, text.render(past, final).encode())
+        atomic.write(places.final, (json.dumps(final) + "\n").encode())
+    except OSError as error:  # the checkpoints count; the next flow run of this job writes the rest again
+        life.progress.say(f"{places.persistent} takes no report now ({error.strerror}); the result is printed only")
     outcome.deliver(final)
     life.closed = True
+    if status != "failed":
+        life.progress.say(_farewell(final))
     return final
+
+
+def _farewell(final: Mapping[str, Any]) -> str:
+    if final["status"] == "stopped":
+        return f"stopped at step {final['step']}; run the same command to go on"
+    figures = "".join(f", {name} {value:.4g}" for name, value in sorted(final["metrics"].items()))
+    return f"completed: step {final['step']}{figures}; report: {final['report']}"
 
 
 def committed_step(places: RunPlaces) -> int:

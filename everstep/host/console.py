@@ -79,6 +79,8 @@ def open_console(arguments: Sequence[str]) -> Console:
             server.start_ahead(server.default_log())
     except (ValueError, OSError) as error:
         _refuse(_sentence(error))
+    prepared = _has_api() or server.is_prepared()
+    _say(f"{job.name}: starting" + ("" if prepared else " (the first start on a machine takes some seconds more)"))
     return Console(job, take_over)
 
 
@@ -150,7 +152,7 @@ def _close(log: "MemoryHandler", sentence: str | None, code: int) -> int:
     file = _keep_log(log, final)
     if final is not None:
         code = _code(final, code)
-    if sentence and code != COMPLETED:
+    if sentence and code != COMPLETED and (final is None or final["status"] != "stopped"):
         known = code != FAILED or not sentence.startswith("The flow ended by")
         _say(sentence if known or file is None else f"{sentence} The log is {file}.")
     if final is not None:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from everstep.core.health import Severity
@@ -17,10 +18,11 @@ CLOSE_SECONDS = 5.0
 
 
 class Journal:
-    """Appends events of one run. `attempt` is put on every event until it changes."""
+    """Appends events of one run. `attempt` is put on every event until it changes; `told` hears kind and text of each."""
 
     def __init__(self, job: TrainJob, run: Run, flow_run: str) -> None:
         self.attempt = 0
+        self.told: Callable[[str, str], None] = _nobody
         self._run = run
         self._flow_run = flow_run
         uri = job.ledger.uri or f"sqlite:///{job.tiers.persistent}/ledger.db"
@@ -51,6 +53,7 @@ class Journal:
                 data=data,
             )
         )
+        self.told(kind, text)
 
     def past(self) -> list[Past]:
         """The failed attempts of earlier flow runs, oldest first, for the retry budget."""
@@ -71,3 +74,7 @@ class Journal:
     def close(self) -> None:
         """Bring the events to the ledger, as far as its database answers in time; the rest is replayed later."""
         self._ledger.close(CLOSE_SECONDS)
+
+
+def _nobody(_kind: str, _text: str) -> None:
+    """Who hears an event until somebody listens."""

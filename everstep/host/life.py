@@ -112,6 +112,7 @@ def own_run(staged: Staged, prefect: Orchestrator, *, take_over: bool = False) -
             life.observer.stop()
             life.tracker.close_quickly()
             journal.close()
+            life.progress.close()
 
 
 def begin_attempt(life: Life) -> None:
@@ -227,6 +228,7 @@ def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Jou
     tracker = Tracker.of(run, journal.record)
     observer = Observer(run.places, journal.record, lambda key, uri: tracker.checkpoint(uri, key.step))
     progress = Progress(run.job.steps, lambda: observer.durable_step)
+    journal.told = progress.hear
     watch = Watch(
         stop_wish=lambda: prefect.wish() or observer.takeover(),
         gate=observer.gate,
@@ -261,7 +263,7 @@ def _open(life: Life, staged: Staged) -> None:
         life.journal.record("leftovers.killed", severity=Severity.medium, pids=list(killed))
     _note_lost_attempt(life)
     life.observer.start()
-    life.tracker.start()
+    life.tracker.start(at_once=not life.run.created)
 
 
 def _ask_mlflow(life: Life) -> Path | None:

@@ -1,6 +1,8 @@
 """The console's one live line, and the plain lines around it. Goes to stderr, so that stdout ends with the JSON line."""
 
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TextIO
@@ -9,6 +11,28 @@ from everstep.core.segment import Heartbeat, Lease, Phase
 
 QUIET_SECONDS = 10.0
 """Without a terminal a line is printed at most so often."""
+
+PHASES = {
+    Phase.start: "starting",
+    Phase.restore: "loading the checkpoint",
+    Phase.compile: "first step",
+    Phase.save: "saving",
+    Phase.eval: "evaluating",
+    Phase.wait: "waiting",
+    Phase.stop: "stopping",
+}
+
+NEWS = {
+    "stop.requested": "stopping: the last finished step is being saved",
+    "checkpoint.quarantined": "a checkpoint is set aside: {}",
+    "checkpoint.unreadable": "a checkpoint cannot be read now: {}",
+    "leftovers.killed": "processes of an earlier flow run were still there; they are ended",
+    "lease.unwritten": "the run directory takes nothing now, training goes on as far as its lease reaches: {}",
+    "copier.died": "{}; it is started again",
+    "tracking.away": "MLflow does not answer, training goes on and MLflow is told later: {}",
+    "tracking.back": "MLflow answers again",
+}
+"""Events that are worth a line of their own; {} is the first line of their text."""
 
 
 class Progress:
@@ -21,40 +45,58 @@ class Progress:
         self._live = self._out.isatty()
         self._width = 0
         self._next = 0.0
+        self._drawing = threading.Lock()
 
     def show(self, beat: Heartbeat | None, _lease: Lease) -> None:
         """Draw the line anew, if it is time to."""
         now = time.monotonic()
-        if beat is None or now < self._next:
+        if now < self._next or (beat is None and not self._live):
             return
         self._next = now + (0.2 if self._live else QUIET_SECONDS)
-        text = line(beat, self._steps, self._durable_step())
-        if self._live:
-            self._out.write("\r" + text.ljust(self._width))
-            self._width = len(text)
-        else:
-            self._out.write(text + "\n")
-        self._out.flush()
+        text = line(beat, self._steps, self._durable_step()) if beat else "starting the ranks"
+        with self._drawing:
+            if self._live:
+                text = text[: _columns(self._out)]
+                self._out.write("\r" + text.ljust(self._width))
+                self._width = len(text)
+            else:
+                self._out.write(text + "\n")
+            self._out.flush()
 
     def say(self, text: str) -> None:
         """Print a line of its own."""
+        with self._drawing:
+            self._wipe()
+            self._out.write(text + "\n")
+            self._out.flush()
+
+    def hear(self, kind: str, text: str) -> None:
+        """An event has happened: it is said if a person at the console should know."""
+        if kind in NEWS:
+            self.say(NEWS[kind].format(text.partition("\n")[0]))
+
+    def close(self) -> None:
+        """Leave a clean line behind."""
+        with self._drawing:
+            self._wipe()
+            self._out.flush()
+
+    def _wipe(self) -> None:
         if self._live and self._width:
             self._out.write("\r" + " " * self._width + "\r")
             self._width = 0
-        self._out.write(text + "\n")
-        self._out.flush()
 
 
 def line(beat: Heartbeat, steps: int, durable_step: int) -> str:
     """Step, loss, samples/s, time left, last durable checkpoint."""
     parts = [f"step {beat.step}/{steps}"]
-    if beat.phase is not Phase.train:
-        parts.append(beat.phase.value)
+    if beat.phase in PHASES:
+        parts.append(PHASES[beat.phase])
     if beat.loss is not None:
         parts.append(f"loss {beat.loss:.4f}")
     if beat.samples_per_second:
         parts.append(f"{beat.samples_per_second:,.0f} samples/s")
-    if beat.step_seconds:
+    if beat.step_seconds and beat.step < steps:
         parts.append(f"{duration((steps - beat.step) * beat.step_seconds)} left")
     parts.append(f"durable: step {durable_step}" if durable_step else "durable: none yet")
     return " | ".join(parts)
@@ -70,3 +112,11 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def _columns(out: TextIO) -> int:
+    """How many characters fit on the terminal's line without wrapping."""
+    try:
+        return max(20, os.get_terminal_size(out.fileno()).columns - 1)
+    except (OSError, ValueError):
+        return 79

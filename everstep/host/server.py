@@ -23,6 +23,7 @@ from pathlib import Path
 from everstep.core.errors import EverstepError
 from everstep.host import process
 from everstep.host.process import Process
+from everstep.host.server_boot import TEMPLATE
 
 _BOOT = str(Path(__file__).with_name("server_boot.py"))
 _FOLDER = "everstep-prefect-"
@@ -117,6 +118,11 @@ def stop_ahead() -> None:
     """Stop a server that was started ahead and not taken."""
     if _ahead is not None:
         _ahead.stop()
+
+
+def is_prepared() -> bool:
+    """Whether this machine has the migrated template, which takes the first start some seconds to make."""
+    return (_cache() / TEMPLATE).exists()
 
 
 def default_log() -> Path:

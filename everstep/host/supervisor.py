@@ -70,6 +70,7 @@ class Supervisor:
         self._gang: Gang | None = None
         self._standby: Gang | None = None
         self._standby_wanted = False
+        self._stopped_at: float | None = None
         line = self._copier_spec().model_dump_json().encode() + b"\n"
         log = self._logs / "copier.log"
         self._warden: Process | None = None
@@ -120,12 +121,20 @@ class Supervisor:
     def stop(self, reason: str) -> AttemptEnd:
         """Ask the ranks to save and leave, for the job's grace; then end them. How the attempt ended."""
         with _deaf():
+            self._stopped_at = self._clock()
             attempt = self._running()
             attempt.ask_to_stop(reason, self._job.grace_seconds)
             while attempt.end is None:
                 attempt.tick()
             self.last_end = attempt.end
             return attempt.end
+
+    def settle(self) -> bool:
+        """Stop what trains; then let the copier finish in what is left of the job's grace. Whether it did."""
+        if self._attempt is not None and self._attempt.end is None:
+            self.stop("the flow was stopped")
+        began = self._clock() if self._stopped_at is None else self._stopped_at
+        return self._copier.drain(began + self._job.grace_seconds - self._clock())
 
     def drain(self, deadline_seconds: float) -> bool:
         """Let the copier finish what is pending; whether it did."""

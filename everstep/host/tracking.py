@@ -8,6 +8,7 @@ delivered, and rests in `tracking.json` of the run directory while MLflow is awa
 
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -52,6 +53,8 @@ class Tracker:
         self.run_id: str | None = None
         self._speaker = Speaker(uri, subject, Tail(metrics))
         self._file = metrics.with_name("tracking.json")
+        self._metrics = metrics
+        self._patience = 0.0
         self._notice = notice
         self._look_seconds = look_seconds
         self._longest_wait = longest_wait
@@ -82,9 +85,12 @@ class Tracker:
         )
         return cls(run.job.tracking.uri, subject, run.places.metrics, lambda kind, text: record(kind, text=text))
 
-    def start(self) -> None:
-        """Begin to talk: the run is running now."""
+    def start(self, *, at_once: bool = True) -> None:
+        """Begin to talk: the run is running now. Not `at_once` is after the first step: importing MLflow takes seconds
+        of processor time that the start of a new run has better use for.
+        """
         self._wish(status="RUNNING")
+        self._patience = 0.0 if at_once else LONGEST_WAIT
         self._thread.start()
 
     def attempt(self, number: int, resumed_from: int) -> None:
@@ -143,6 +149,7 @@ class Tracker:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        self._await_first_row()
         failures = 0
         while not self._over:
             try:
@@ -157,6 +164,11 @@ class Tracker:
                 self._notice("tracking.back", "MLflow answers again; what it missed has been told")
             failures = 0
             self._sleep(self._look_seconds)
+
+    def _await_first_row(self) -> None:
+        until = time.monotonic() + self._patience
+        while time.monotonic() < until and not (self._closing or self._metrics.exists()):
+            self._sleep(0.25)
 
     def _tell(self) -> None:
         """Everything that is known, to MLflow: metrics, tags, then the status."""
