@@ -16,7 +16,7 @@ import tiny
 import yaml
 
 from everstep.core.checkpoint import RunRecord
-from everstep.host import process
+from everstep.host import jobs, process
 
 ROOT = Path(__file__).parents[2]
 GONE_SECONDS = 30
@@ -61,6 +61,10 @@ class Drill:
         file = self.folder / "job.yaml"
         file.write_text(yaml.safe_dump(self.job))
         return file
+
+    def absolute_job(self) -> dict:
+        """The job with absolute paths, as a deployment holds it."""
+        return jobs.read(self.write()).model_dump(mode="json")
 
     @property
     def last_plan(self) -> Path | None:

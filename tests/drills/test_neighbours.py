@@ -30,7 +30,7 @@ def test_two_flow_runs_for_one_run_train_once(make_drill, untouched):
 
 def test_after_a_take_over_only_the_new_owner_restarts_ranks(make_drill, untouched):
     """BC-181."""
-    drill = make_drill(config={"pause": 0.1})
+    drill = make_drill(config={"pause": 0.4})
     old = drill.start()
     drill.await_step(5, old)
     new = drill.start(arguments=("--take-over",))
