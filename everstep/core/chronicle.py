@@ -91,6 +91,11 @@ class Chronicle:
         return dict(newest.metrics) if newest else {}
 
     @property
+    def restarts(self) -> int:
+        """How many attempts were begun after one that had failed."""
+        return sum(1 for one in self.attempts[:-1] if one.outcome == "failed")
+
+    @property
     def samples_per_second(self) -> float | None:
         """Samples that count, by second of training that counts; None before the first."""
         seconds = self.account().buckets[Bucket.productive]

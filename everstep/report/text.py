@@ -72,7 +72,7 @@ def _facts(chronicle: Chronicle, final: Mapping[str, Any], account: Account) -> 
         yield "program", chronicle.record.program
         yield "began", f"{datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S} UTC"
     yield "lasted", duration(account.wall) if account.wall else ""
-    restarts = sum(1 for one in chronicle.attempts if one.decision in ("restart", "walk_back"))
+    restarts = chronicle.restarts
     cost = sum(one.cost for one in chronicle.attempts)
     some = f"{restarts}, which cost {duration(cost)}" if restarts else "none"
     yield "restarts", some if chronicle.attempts else ""
