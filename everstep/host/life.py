@@ -66,6 +66,7 @@ class Life:
     decision: Decision | None = None
     end: AttemptEnd | None = None
     closed: bool = False
+    reading: str = ""  # the checkpoint that the ranks may still be loading
 
     @property
     def over(self) -> bool:
@@ -78,7 +79,7 @@ class Life:
         """Delete what retention allows on every tier."""
         policy, places = self.run.job.checkpoint, self.run.places
         resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}
-        in_use = {self.start.folder.name} if self.start and self.start.folder else set()
+        in_use = {self.reading} if self.reading else set()
         for tier, folder, freed in retention.apply(places, policy.keep, policy.best, resumed, in_use):
             self.journal.record("checkpoint.removed", checkpoint=folder, tier=tier, bytes=freed)
 
@@ -134,7 +135,7 @@ def begin_attempt(life: Life) -> None:
         life.resumed_from = start.step if start.folder else None
         where = f"from step {start.step} ({start.tier} tier)" if start.folder else "from step 0: no checkpoint yet"
         life.progress.say(f"run {life.run.record.run}: attempt {number}, {where}")
-    life.claim, life.start = claim, start
+    life.claim, life.start, life.reading = claim, start, folder
     life.attempts_here += 1
     life.observer.follow(number)
     life.tracker.attempt(number, start.step)
@@ -144,6 +145,7 @@ def begin_attempt(life: Life) -> None:
 def train_segment(life: Life) -> SegmentResult | AttemptEnd:
     """Supervise until the next segment's result or the attempt's end."""
     end = life.supervisor.run_segment()
+    life.reading = ""
     if isinstance(end, SegmentResult):
         life.journal.record("segment.finished", step=end.step, segment=end.segment, checkpoint=end.checkpoint)
         figures = ", ".join(f"{name} {value:.4g}" for name, value in end.metrics.items())

@@ -6,11 +6,13 @@ durable step, and whether a checkpoint of the running attempt turned out damaged
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from everstep.core.checkpoint import Key, State
 from everstep.core.errors import EverstepError
+from everstep.core.health import Severity
 from everstep.host.runs import takeover_wish
+from everstep.host.tail import Row, Tail
 from everstep.store import checkpoint, marks
 from everstep.store.layout import RunPlaces
 
@@ -35,6 +37,10 @@ class Observer:
         self._record = record
         self._now_durable = now_durable
         self._known: set[tuple[str, str, State]] = set()
+        self._failures = {
+            "local": Tail(places.persistent / "save-errors.jsonl"),
+            "": Tail(places.persistent / "copier.jsonl"),
+        }
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="everstep-observer", daemon=True)
@@ -43,6 +49,8 @@ class Observer:
         """Learn what is there already, then watch."""
         self._known = self._present()
         self._note_durable()
+        for _ in self._failed_since():
+            pass  # an earlier flow run has told of these
         self._thread.start()
 
     def stop(self) -> None:
@@ -77,6 +85,17 @@ class Observer:
                 self._tell(folder, tier, state)
             self._known |= present
             self._note_durable()
+            for tier, row in self._failed_since():
+                text = str(row.get("error") or row.get("text"))
+                self._record("checkpoint.failed", step=row.get("step"), severity=Severity.high, text=text, tier=tier)
+
+    def _failed_since(self) -> Iterator[tuple[str, Row]]:
+        """What the child could not save and the copier could not copy since the last look; both try again."""
+        for tier, tail in self._failures.items():
+            for rows in tail.batches(
+                1000, lambda _row: 1, lambda row: row.get("kind", "copier.error") == "copier.error"
+            ):
+                yield from ((tier or str(row.get("tier", "")), row) for row in rows)
 
     def _tell(self, folder: str, tier: str, state: State) -> None:
         key = Key.parse(folder)
