@@ -17,6 +17,7 @@ from flow import Flow, Lab, cpu_seconds, memory_mb
 STEP = 0.05
 SAVE_EVERY = 10
 FOREVER = 1_000_000
+WARM = 0.75  # seconds for which a warm spare has been idle when it is taken for warm, about
 PARTS = ("notice", "end", "decide", "claim", "start", "build", "restore", "step")
 
 
@@ -91,16 +92,15 @@ def import_torch() -> float:
     return time.monotonic() - began
 
 
-def spare_effect(lab: Lab) -> dict[str, float]:
-    """How much longer a step that computes on one core takes while the spare starts than after."""
-    job = {"steps": FOREVER, "segment_steps": FOREVER, "checkpoint": {"every_steps": FOREVER}}
-    with Flow(lab, "spare", {"products": 30}, job) as flow:
+def spare_effect(lab: Lab, ranks: int) -> dict[str, float]:
+    """How much longer the steps of `ranks` ranks that compute, each on a core, take while their spares start than after."""
+    job = {"steps": FOREVER, "segment_steps": FOREVER, "checkpoint": {"every_steps": FOREVER}, "ranks": ranks}
+    with Flow(lab, f"spare-{ranks}", {"products": 30}, job) as flow:
         first = flow.await_steps(1, 0.0)[0].ended
-        flow.await_warm_spares(1)
+        flow.await_warm_spares(ranks)
         warm = time.monotonic()
         flow.await_steps(200, warm)
-        steps = flow.stamps()
+        steps = [one.ended - one.began for one in flow.stamps() if one.rank == 0 and first < one.began < warm - WARM]
+        after = [one.ended - one.began for one in flow.stamps() if one.rank == 0 and one.began > warm]
         flow.stop()
-    during = [one.ended - one.began for one in steps if first < one.began < warm - 1.0]
-    after = [one.ended - one.began for one in steps if one.began > warm]
-    return {"during_ms": 1000 * mean(during), "after_ms": 1000 * mean(after), "seconds": warm - first}
+    return {"slower_percent": 100 * (mean(steps) / mean(after) - 1), "seconds": warm - WARM - first}

@@ -117,8 +117,8 @@ def _recovery(lab: Lab, *, quick: bool) -> dict[str, float]:
             for seen in recovery.kill(lab, f"{kind}-{turn}", **how, dice=dice):
                 kills[kind] += seen
                 _say(f"{kind}: a rank was killed; the next step had been trained {seen.seconds[0]:.2f} s later")
-    _say("steps while a spare starts")
-    spare = recovery.spare_effect(lab)
+    _say("steps while spares start, with cores to spare and without")
+    spare, crowded = recovery.spare_effect(lab, 1), recovery.spare_effect(lab, os.cpu_count() or 1)
     warm, cold, two = kills["warm"], kills["cold"], kills["2ranks"]
     return {
         "recover_p50_s": median(warm.seconds),
@@ -132,7 +132,8 @@ def _recovery(lab: Lab, *, quick: bool) -> dict[str, float]:
         "spare_start_cpu_s": median(warm.spare_cpu),
         **{f"spare_{kind}_mb": median(one[kind] for one in warm.spare_memory) for kind in ("rss", "pss", "private")},
         "spare_start_s": spare["seconds"],
-        "spare_slows_step_percent": 100 * (spare["during_ms"] / spare["after_ms"] - 1),
+        "spare_slows_step_percent": spare["slower_percent"],
+        "spare_slows_step_on_full_cores_percent": crowded["slower_percent"],
     }
 
 
@@ -159,7 +160,9 @@ NOTES = {
     "recover_restore_ms": "to the checkpoint loaded and its probe compared",
     "recover_step_ms": "to the end of the first step (50 ms)",
     "spare_private_mb": "memory that a spare takes for itself alone",
-    "spare_slows_step_percent": "a step that computes, while the spare starts",
+    "spare_start_s": "from the first step to a warm spare",
+    "spare_slows_step_percent": "a step that computes on one core, while the spare starts",
+    "spare_slows_step_on_full_cores_percent": "the same, with a rank on each core",
 }
 
 
