@@ -186,35 +186,51 @@ def table(tmp_path_factory) -> Path:
     return folder
 
 
+def new_desk(folder: Path, api: str | None, table: Path, mlflow: Path | None, name: str = "small", **changes) -> Desk:
+    """20 steps in segments of 10, a checkpoint every 5, unless said otherwise."""
+    shutil.copytree(table, folder / "data")
+    (folder / "mine.py").write_text(PROGRAM)
+    if mlflow:
+        shutil.copy(mlflow, folder / "mlflow.db")
+    job = {
+        "name": name,
+        "program": "mine.py:build",
+        "data": {"source": "data"},
+        "steps": 20,
+        "segment_steps": 10,
+        "checkpoint": {"every_steps": 5},
+        "threads": 1,
+        "standby": False,
+        "tiers": {"local": "nvme", "persistent": "persistent"},
+        "tracking": {"uri": "sqlite:///mlflow.db"},
+    }
+    return Desk(folder, api, job | changes)
+
+
 @pytest.fixture
 def make_desk(tmp_path, request, table):
-    """Make desks: 20 steps in segments of 10, a checkpoint every 5, unless said otherwise."""
+    """Make desks in folders of their own. `server` is "shared", "own" (embedded), or "none" where none is reached."""
     made: list[Desk] = []
 
-    def make(name: str = "small", *, embedded: bool = False, **changes) -> Desk:
-        folder = tmp_path / f"{name}-{len(made)}"
-        shutil.copytree(table, folder / "data")
-        (folder / "mine.py").write_text(PROGRAM)
-        if embedded is not None:
-            shutil.copy(request.getfixturevalue("mlflow_template"), folder / "mlflow.db")
-        job = {
-            "name": name,
-            "program": "mine.py:build",
-            "data": {"source": "data"},
-            "steps": 20,
-            "segment_steps": 10,
-            "checkpoint": {"every_steps": 5},
-            "threads": 1,
-            "standby": False,
-            "tiers": {"local": "nvme", "persistent": "persistent"},
-            "tracking": {"uri": "sqlite:///mlflow.db"},
-        }
-        api = None if embedded is not False else request.getfixturevalue("prefect_api")
-        made.append(Desk(folder, api, job | changes))
+    def make(name: str = "small", *, server: str = "shared", **changes) -> Desk:
+        api = request.getfixturevalue("prefect_api") if server == "shared" else None
+        mlflow = request.getfixturevalue("mlflow_template") if server != "none" else None
+        made.append(new_desk(tmp_path / f"{name}-{len(made)}", api, table, mlflow, name, **changes))
         return made[-1]
 
     yield make
     for desk in made:
+        desk.close()
+
+
+@pytest.fixture(scope="session")
+def completed(tmp_path_factory, prefect_api, table, mlflow_template) -> tuple[Desk, Ended]:
+    """An untouched run of 60 steps named `whole`, and what it left on the console. Change nothing in it."""
+    folder = tmp_path_factory.mktemp("whole") / "desk"
+    desk = new_desk(folder, prefect_api, table, mlflow_template, "whole", steps=60, segment_steps=30)
+    try:
+        return desk, desk.run()
+    finally:
         desk.close()
 
 

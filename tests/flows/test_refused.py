@@ -40,7 +40,7 @@ AT_ONCE = {
 @pytest.mark.parametrize("case", AT_ONCE)
 def test_a_wrong_job_is_answered_before_prefect_is_imported(make_desk, case):
     spoil, words = AT_ONCE[case]
-    desk = make_desk(embedded=None)
+    desk = make_desk(server="none")
     spoil(desk)
     ended = desk.run(options=("-X", "importtime"))
     assert ended.code == USER
@@ -62,7 +62,7 @@ def test_a_wrong_job_is_answered_before_prefect_is_imported(make_desk, case):
     ],
 )
 def test_a_wrong_command_line_is_answered(make_desk, arguments, words):
-    ended = make_desk(embedded=None).run(arguments)
+    ended = make_desk(server="none").run(arguments)
     assert ended.code == USER
     assert all(word in sentence(ended) for word in words)
 

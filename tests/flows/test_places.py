@@ -1,0 +1,86 @@
+"""Places that are full or closed: one sentence, exit 1, nothing committed lost, and the run goes on when mended."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mount small file systems; skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def do(folder: Path, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
+        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+        if folder not in mounted:
+            mounted.append(folder)
+
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    yield do
+    for folder in reversed(mounted):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def small(size: str) -> tuple[str, ...]:
+    return ("-t", "tmpfs", "-o", f"size={size}", "tmpfs")
+
+
+def last_line(ended) -> str:
+    return ended.err.strip().splitlines()[-1]
+
+
+def test_no_space_on_the_local_tier_at_a_save(make_desk, mount):
+    desk = make_desk(config={"width": 40_000})
+    mount(desk.folder / "nvme", *small("1m"))
+    ended = desk.run()
+    assert ended.code == 1
+    assert "could not be written" in last_line(ended), ended.err
+    assert "No space left on device" in last_line(ended)
+    assert "free space" in last_line(ended)
+    desk.await_gone()
+    mount(desk.folder / "nvme", "-o", "remount,size=100m")
+    assert desk.run().code == 0
+
+
+def test_no_space_on_the_persistent_tier(make_desk, mount):
+    desk = make_desk(config={"width": 40_000}, limits={"drain": 3})
+    mount(desk.folder / "persistent", *small("3m"))
+    ended = desk.run()
+    assert ended.code == 1
+    assert "persistent" in last_line(ended)
+    assert ended.final is None or ended.final["status"] != "completed"
+    desk.await_gone()
+    mount(desk.folder / "persistent", "-o", "remount,size=100m")
+    again = desk.run()
+    assert again.code == 0
+    assert again.final["resumed_from"] == 20, "nothing is trained twice"
+
+
+def test_a_read_only_persistent_tier(make_desk, mount):
+    desk = make_desk()
+    mount(desk.folder / "persistent", *small("3m"))
+    mount(desk.folder / "persistent", "-o", "remount,ro")
+    ended = desk.run()
+    assert ended.code == 1
+    assert "Read-only file system" in last_line(ended)
+    assert "persistent" in last_line(ended)
+    assert ended.final is None
+
+
+@pytest.mark.skipif("EVERSTEP_ALL" not in os.environ, reason="waits for two retries")
+@pytest.mark.long
+def test_data_that_does_not_fit(make_desk, mount):
+    desk = make_desk()
+    with (desk.folder / "data" / "large.bin").open("wb") as file:
+        file.truncate(3_000_000)
+    mount(desk.folder / "nvme", *small("1m"))
+    ended = desk.run()
+    assert ended.code == 1
+    assert "tiers.local" in last_line(ended)
+    assert "free some space" in last_line(ended)
