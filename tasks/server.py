@@ -1,5 +1,6 @@
 """A flow that brings its own Prefect server when none is configured, and leaves nothing behind."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -42,10 +43,24 @@ def embedded_server() -> Iterator[None]:
     own = server.take()
     try:
         own.wait_ready(READY_SECONDS)
-        with temporary_settings(_alone(own.url)):
+        with temporary_settings(_alone(own.url)), _quiet():
             yield
     finally:
         own.stop()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Nobody can follow the links to this server, and the run says itself what happens: warnings only."""
+    loggers = [logging.getLogger(f"prefect.{name}") for name in ("flow_runs", "task_runs")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _alone(url: str) -> dict[Any, Any]:
