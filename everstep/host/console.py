@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 COMPLETED, FAILED, USER, STOPPED = 0, 1, 2, 75
 USAGE = "usage: python -m flows.train job.yaml [--take-over]"
+EXIT_SECONDS = 10.0
+"""How long Prefect's threads may try to bring out their last logs and events; they would try for ever."""
 ENDED_EARLY = "Stopped by a signal before training began; nothing committed is lost."
 
 
@@ -49,7 +52,9 @@ class Console:
             signal.signal(number, signal.SIG_IGN)
         server.stop_ahead()
         gc.freeze()  # half a second of tidying up at exit that nobody needs
-        return _close(log, sentence, code)
+        code = _close(log, sentence, code)
+        _leave_within(EXIT_SECONDS, code)
+        return code
 
 
 def open_console(arguments: Sequence[str]) -> Console:
@@ -82,6 +87,13 @@ def open_console(arguments: Sequence[str]) -> Console:
     prepared = _has_api() or server.is_prepared()
     _say(f"{job.name}: starting" + ("" if prepared else " (the first start on a machine takes some seconds more)"))
     return Console(job, take_over)
+
+
+def _leave_within(seconds: float, code: int) -> None:
+    """All is said and written: leave by then, whatever still holds the interpreter."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Path, bool]:
@@ -152,7 +164,7 @@ def _close(log: "MemoryHandler", sentence: str | None, code: int) -> int:
     file = _keep_log(log, final)
     if final is not None:
         code = _code(final, code)
-    if sentence and code != COMPLETED and (final is None or final["status"] != "stopped"):
+    if sentence and (final is None or final["status"] != "stopped"):
         known = code != FAILED or not sentence.startswith("The flow ended by")
         _say(sentence if known or file is None else f"{sentence} The log is {file}.")
     if final is not None:

@@ -54,7 +54,9 @@ class Observer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look once more, and end."""
+        """Look once more, and end; nothing if it was never started."""
+        if self._thread.ident is None:
+            return
         self._over.set()
         self._thread.join(timeout=5)
         if not self._thread.is_alive():

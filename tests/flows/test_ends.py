@@ -26,7 +26,10 @@ def check_that_it_is_not_trained_again(desk, first):
     again = desk.run()
     assert again.code == 0
     assert again.out == first.out
-    assert "nothing is left to train" in again.err
+    assert again.err.splitlines() == [
+        "whole: starting",
+        f"run {first.final['run']} is complete: nothing is left to train",
+    ]
     assert (desk.run_dir / "metrics.jsonl").read_bytes() == trained
     assert len(list((desk.run_dir / "attempts").glob("*.json"))) == 1
 
