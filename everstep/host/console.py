@@ -25,15 +25,15 @@ COMPLETED, FAILED, USER, STOPPED = 0, 1, 2, 75
 USAGE = "usage: python -m flows.train job.yaml [--take-over]"
 EXIT_SECONDS = 10.0
 """How long Prefect's threads may try to bring out their last logs and events; they would try for ever."""
-ENDED_EARLY = "Stopped by a signal before training began; nothing committed is lost."
 
 
 @dataclass
 class Console:
-    """A checked job, on its way to the flow."""
+    """A checked job, on its way to the flow. `asked` are the signals that came while Python imported the rest."""
 
     job: "TrainJob"
     take_over: bool
+    asked: Sequence[int] = ()
 
     def run(self, train: Callable[..., Any]) -> int:
         """Run the flow, print the JSON line last, and return the exit code."""
@@ -44,6 +44,8 @@ class Console:
             signal.signal(number, _interrupt)
         sentence, code = None, FAILED
         try:
+            if self.asked:
+                raise KeyboardInterrupt
             train(self.job, take_over=self.take_over)
         except BaseException as error:  # the edge of the process: recorded, and said by the exit code
             logging.getLogger("everstep").exception("the flow ended by an exception")
@@ -62,17 +64,9 @@ def open_console(arguments: Sequence[str]) -> Console:
 
     Leaves with exit code 2 and one sentence for what a person can mend.
     """
-    job: TrainJob | None = None
-
-    def leave(number: int, frame: object) -> NoReturn:
-        from everstep.host import server
-
-        _say(ENDED_EARLY)
-        server.stop_ahead()
-        os._exit(STOPPED if job is not None and _has_committed(job) else FAILED)
-
+    asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
+        signal.signal(number, lambda number, _: asked.append(number))
     os.environ.setdefault("DO_NOT_TRACK", "1")  # Prefect would print a notice, and tell others, at its first import
     from everstep.host import jobs, server
 
@@ -86,7 +80,7 @@ def open_console(arguments: Sequence[str]) -> Console:
         _refuse(_sentence(error))
     prepared = _has_api() or server.is_prepared()
     _say(f"{job.name}: starting" + ("" if prepared else " (the first start on a machine takes some seconds more)"))
-    return Console(job, take_over)
+    return Console(job, take_over, asked)
 
 
 def _leave_within(seconds: float, code: int) -> None:

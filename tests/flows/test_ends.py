@@ -83,7 +83,7 @@ def test_a_signal_in_the_first_moments(make_desk, name):
         flow.send_signal(signal.Signals[name])
         ended = desk.wait(flow, timeout=20)
         assert ended.code == 1, (delay, ended)
-        assert ended.err.splitlines()[-1].startswith("Stopped"), ended.err
+        assert ended.err.splitlines()[-1] == "Stopped on request.", ended.err
         assert not [
             mark for _, mark in process.marks("prefect-server") if mark.split("/")[1].startswith(f"{flow.pid}-")
         ]
