@@ -177,17 +177,17 @@ class Drill:
         return max(event["time"] for event in events) - begin
 
     def accepted(self) -> dict[int, dict[int, list[dict]]]:
-        """By rank and step, the micro-batches of the last attempt that got past the step."""
-        micro = self.job["config"].get("accumulation", 1)
+        """By rank and step, the micro-batches of the last process that got to the step."""
         result = {}
         for path in sorted((self.folder / "journal").glob("rank-*.jsonl")):
             steps: dict[int, list[dict]] = {}
-            for line in path.read_text().splitlines():
-                row = json.loads(line)
+            for row in map(json.loads, path.read_text().splitlines()):
                 rows = steps.setdefault(row["step"], [])
-                if len(rows) >= micro:
+                if rows and rows[-1]["pid"] != row["pid"]:
                     rows.clear()
                 rows.append(row)
+            for rows in steps.values():
+                rows[:] = [{name: value for name, value in row.items() if name != "pid"} for row in rows]
             result[int(path.stem.removeprefix("rank-"))] = steps
         return result
 

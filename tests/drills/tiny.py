@@ -33,7 +33,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Clock:
-    """Counts optimizer steps; rides in the checkpoint."""
+    """Counts micro-batches; rides in the checkpoint."""
 
     def __init__(self):
         self.micro = 0
@@ -49,14 +49,14 @@ def build(config, data):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_cosine)
-    accumulation, clock = config.get("accumulation", 1), Clock()
+    clock = Clock()
     pause = float(config.get("pause", 0.0))
 
     def loss(batch):
         ids, rows, targets, noise = batch
         value = nn.functional.mse_loss(model(rows), targets)
         if model.training:
-            note(clock.micro // accumulation + 1, ids, optimizer, value, noise)
+            note(scheduler.last_epoch + 1, ids, optimizer, value, noise)
             clock.micro += 1
             time.sleep(pause)
         return value
@@ -68,7 +68,7 @@ def build(config, data):
         batch_size=config.get("batch_size", 4),
         loss=loss,
         scheduler=scheduler,
-        grad_accumulation=accumulation,
+        grad_accumulation=config.get("accumulation", 1),
         workers=config.get("workers", 0),
         state={"clock": clock},
         evaluate=lambda: {"bias": model[3].bias.item()},
@@ -85,6 +85,7 @@ def note(step, ids, optimizer, value, noise):
         return
     row = {
         "step": step,
+        "pid": os.getpid(),
         "ids": ids.tolist(),
         "lr": optimizer.param_groups[0]["lr"].hex(),
         "loss": value.item().hex(),
