@@ -49,7 +49,7 @@ def kill(lab: Lab, name: str, kills: int, *, standby: bool, ranks: int, dice: ra
     """Kill a rank `kills` times in one run, each time when a checkpoint is due and the spare, if any, is warm."""
     job = {
         "steps": FOREVER,
-        "segment_steps": FOREVER,
+        "segment_steps": 10 * SAVE_EVERY,
         "checkpoint": {"every_steps": SAVE_EVERY},
         "standby": standby,
         "ranks": ranks,
@@ -67,7 +67,7 @@ def kill(lab: Lab, name: str, kills: int, *, standby: bool, ranks: int, dice: ra
             old = flow.ranks()
             killed = time.monotonic()
             os.kill(old[dice.randrange(ranks)], signal.SIGKILL)
-            fresh = flow.await_steps(3 * SAVE_EVERY, killed)
+            fresh = flow.await_steps(SAVE_EVERY, killed)
             first = next(one for one in fresh if one.pid not in old.values())
             seen.seconds.append(first.ended - killed)
             seen.parts.append(_parts(flow, killed + offset, first.ended + offset))

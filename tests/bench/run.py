@@ -70,11 +70,11 @@ def _lab() -> Iterator[Lab]:
 
 def _boundaries(lab: Lab, *, quick: bool) -> dict[str, float]:
     _say("segment boundaries, a state of 3 MB")
-    small = boundaries.measure(lab, "boundary", 6 if quick else 50, 25, STEP)
+    small = boundaries.measure(lab, "boundary", 6 if quick else 40, 25, STEP)
     _say("segment boundaries, a state of 100 MB")
-    large = boundaries.measure(lab, "boundary-100mb", 4 if quick else 16, 60, STEP | STATE_100MB)
+    large = boundaries.measure(lab, "boundary-100mb", 4 if quick else 12, 40, STEP | STATE_100MB)
     _say("the loop around an empty step")
-    loop = boundaries.overhead(lab, 10 if quick else 100)
+    loop = boundaries.overhead(lab, 10 if quick else 60)
     return {
         "segment_boundary_ms": small["boundary_ms"],
         "segment_boundary_p95_ms": small["boundary_p95_ms"],
@@ -91,7 +91,7 @@ def _boundaries(lab: Lab, *, quick: bool) -> dict[str, float]:
 
 def _agreement(lab: Lab, *, quick: bool) -> dict[str, float]:
     _say("agreement of two ranks")
-    ways = agreement.measure(lab.folder, 5 if quick else 60)
+    ways = agreement.measure(lab.folder, 5 if quick else 40)
     return {
         "ranks_agree_us": ways["later"],
         "ranks_agree_at_once_us": ways["at_once"],
@@ -105,9 +105,9 @@ def _recovery(lab: Lab, *, quick: bool) -> dict[str, float]:
     """Two rounds of runs with a spare, without one, and with two ranks."""
     dice = random.Random(0)
     kinds = {
-        "warm": {"kills": 2 if quick else 7, "standby": True, "ranks": 1},
-        "cold": {"kills": 1 if quick else 4, "standby": False, "ranks": 1},
-        "2ranks": {"kills": 1 if quick else 4, "standby": True, "ranks": 2},
+        "warm": {"kills": 2 if quick else 6, "standby": True, "ranks": 1},
+        "cold": {"kills": 1 if quick else 3, "standby": False, "ranks": 1},
+        "2ranks": {"kills": 1 if quick else 3, "standby": True, "ranks": 2},
     }
     kills = {kind: Kills() for kind in kinds}
     imports: list[float] = []
