@@ -73,7 +73,6 @@ def test_a_read_only_persistent_tier(make_desk, mount):
     assert ended.final is None
 
 
-@pytest.mark.skipif("EVERSTEP_ALL" not in os.environ, reason="waits for two retries")
 @pytest.mark.long
 def test_data_that_does_not_fit(make_desk, mount):
     desk = make_desk()
