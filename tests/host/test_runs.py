@@ -69,7 +69,7 @@ def test_more_steps_go_on_with_a_finished_run(tmp_path):
 def test_another_fingerprint_under_an_unfinished_name_is_refused_in_a_sentence(tmp_path, changes, dataset, named):
     with runs.own(job(tmp_path), data(), "", ""):
         pass
-    with pytest.raises(ValueError, match=f"unfinished run .* another {named}; .*fresh: true"):  # noqa: SIM117
+    with pytest.raises(ValueError, match=rf"unfinished run .* another {named}; .*fresh: true"):  # noqa: SIM117
         with runs.own(job(tmp_path, **changes), dataset, "", ""):
             pass
 
