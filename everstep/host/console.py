@@ -112,25 +112,26 @@ def _say(sentence: str) -> None:
     sys.stderr.flush()
 
 
-def _sentence(error: BaseException) -> str:
-    """The error's own words on one line. An operating system's error also says what to do."""
+def _sentence(error: BaseException, place: str = "") -> str:
+    """The error's own words on one line. An operating system's error also says where, and what to do."""
     text = " ".join(str(error).split()) or type(error).__name__
     if not isinstance(error, OSError) or error.strerror is None:
         return text
-    place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror}; mend that and run the same command to go on. Nothing committed is lost."
+    what = ": ".join(part for part in (str(error.filename or place), error.strerror) if part)
+    return f"{what}; mend that and run the same command to go on. Nothing committed is lost."
 
 
 def _judge(error: BaseException, job: "TrainJob") -> tuple[str, int]:
     """What is said of an exception that ended the flow, and the exit code if the run itself gave none."""
     from everstep.core.errors import EverstepError
+    from everstep.host import outcome
 
     if type(error).__name__ in ("TerminationSignal", "KeyboardInterrupt", "CancelledRun"):
         return "Stopped on request.", STOPPED if _has_committed(job) else FAILED
     if isinstance(error, ValueError):
         return _sentence(error), USER
     if isinstance(error, EverstepError | OSError):
-        return _sentence(error), FAILED
+        return _sentence(error, (outcome.delivered() or {}).get("run_dir", "")), FAILED
     text = f"The flow ended by {type(error).__name__}: {_sentence(error)[:300]}."
     return f"{text} Nothing committed is lost; run the same command to go on.", FAILED
 
