@@ -113,7 +113,7 @@ def test_an_unreadable_run_record_stops_with_its_name(tmp_path):
     with runs.own(job(tmp_path), data(), "", "") as run:
         pass
     run.places.run_record.write_text("{")
-    with pytest.raises(Damaged, match="run.json"):  # noqa: SIM117
+    with pytest.raises(Damaged, match=r"run\.json"):  # noqa: SIM117
         with runs.own(job(tmp_path), data(), "", ""):
             pass
 
