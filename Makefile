@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DATA := .everstep/data/digits/labels.npy
 
-.PHONY: train test test-all check bench clean
+.PHONY: train test test-all test-setup check bench clean
 
 train: $(DATA)
 	@$(BIN)/python -m flows.train jobs/digits.yaml
@@ -15,6 +15,10 @@ test: $(READY)
 
 test-all: $(READY)
 	EVERSTEP_ALL=1 $(BIN)/python -m pytest -p no:cacheprovider
+
+test-setup:  # system packages that some tests need; without them those tests say so and are skipped
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql
 
 check: $(READY)
 	$(BIN)/ruff check .
