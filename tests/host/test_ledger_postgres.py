@@ -58,7 +58,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
     if BINARIES is None:
         assert not os.environ.get("CI"), MISSING
         pytest.skip(MISSING)
-    folder = Path("/tmp") / tmp_path_factory.mktemp("postgres").name  # noqa: S108 - sockets need a short path
+    folder = Path("/tmp") / tmp_path_factory.mktemp("postgres").name  # sockets need a short path
     folder = Path(str(folder) + f"-{os.getpid()}")
     folder.mkdir(mode=0o755)
     if os.getuid() == 0:
