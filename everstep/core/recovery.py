@@ -36,6 +36,9 @@ class Decision(Record):
     user_error: bool = False
 
 
+_CHECKPOINT = (CauseKind.damaged, CauseKind.probe)  # their key is a folder, which also names an attempt
+
+
 @dataclass(frozen=True)
 class Past:
     """An earlier attempt of this run. `committed_step` is the newest committed checkpoint when it ended."""
@@ -58,8 +61,7 @@ class History:
         for one in reversed(self.past):
             if one.committed_step < self.committed_step:
                 break
-            same = (one.end.cause.kind, one.end.cause.key) == (end.cause.kind, end.cause.key)
-            count += same and one.end.outcome is Outcome.failed
+            count += one.end.outcome is Outcome.failed and _fault(one.end) == _fault(end)
         return count
 
     def restarts(self) -> int:
@@ -71,6 +73,13 @@ class History:
             and (one.end.cause.key, one.end.cause.step) == (end.cause.key, end.cause.step)
             for one in self.past
         )
+
+
+def _fault(end: AttemptEnd) -> tuple[CauseKind, str]:
+    """The same for the same fault. Which checkpoint a bad one is, is chance: the gate may close sooner or later."""
+    if end.cause.kind is CauseKind.verification:
+        return end.cause.kind, ""
+    return end.cause.kind, end.cause.key.partition(".a")[0] if end.cause.kind in _CHECKPOINT else end.cause.key
 
 
 def decide(end: AttemptEnd, verdict: Verdict | None, history: History) -> Decision:
@@ -138,6 +147,14 @@ def _deterministic(end: AttemptEnd, verdict: Verdict | None, history: History) -
     return Decision(next=Next.give_up, reason=reason, action=Action.fix_app, severity=Severity.high)
 
 
+def _diverged(end: AttemptEnd, verdict: Verdict | None, history: History) -> Decision | None:
+    """Three times what training wrote failed its verification, with nothing good in between: training is at fault."""
+    if end.cause.kind is not CauseKind.verification or history.same_cause_without_progress(end) < 2:
+        return None
+    reason = f"training gives bad checkpoints again and again: {end.cause.message}"
+    return Decision(next=Next.give_up, reason=reason, action=Action.fix_app, severity=Severity.high)
+
+
 def _damaged(end: AttemptEnd, verdict: Verdict | None, history: History) -> Decision | None:
     if end.cause.kind not in (CauseKind.damaged, CauseKind.verification):
         return None
@@ -191,6 +208,7 @@ _TABLE: tuple[Row, ...] = (
     _user,
     _deterministic,
     _probe,
+    _diverged,
     _budget,
     _damaged,
     _space,

@@ -144,6 +144,18 @@ def committed_step(places: RunPlaces) -> int:
     return max((key.step for tier in places.tiers for key in _good(places, tier)), default=0)
 
 
+def proven_step(places: RunPlaces) -> int:
+    """The newest step whose checkpoint has been verified on some tier: what counts as progress. 0 if there is none."""
+    states = marks.states(places)
+    proven = (
+        key.step
+        for tier in places.tiers
+        for key in _good(places, tier)
+        if State.verified in states.get((key.folder, tier), set())
+    )
+    return max(proven, default=0)
+
+
 def newest_on(places: RunPlaces, tier: str) -> Path | None:
     """The newest good checkpoint's folder on a tier."""
     key = max(_good(places, tier), default=None)

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from everstep.core.checkpoint import AttemptClaim
+from everstep.core.checkpoint import State as CheckpointState
 from everstep.core.errors import Damaged, Fenced, StoreUnavailable, TrainingFailed
 from everstep.core.health import Severity
 from everstep.core.job import TrainJob
 from everstep.core.recovery import Decision, History, Next, Past
 from everstep.core.recovery import decide as judge
-from everstep.core.segment import AttemptEnd, CauseKind, Heartbeat, Outcome, SegmentResult
+from everstep.core.segment import AttemptEnd, Cause, CauseKind, Heartbeat, Outcome, SegmentResult
 from everstep.host import closing, code, jobs, process, resume, retention, runs, staging
 from everstep.host.journal import Journal
 from everstep.host.observer import Observer
@@ -180,7 +181,8 @@ def keep(life: Life) -> None:
 def decide(life: Life, end: AttemptEnd) -> Decision:
     """Judge an attempt's end, say so, and set damaged checkpoints aside. Waits where the decision says so."""
     faults.point("flow.decide")
-    committed = closing.committed_step(life.run.places)
+    committed = closing.proven_step(life.run.places)
+    end = _explained(life, _proved(life, end))
     decision = judge(end, None, History(tuple(life.past), committed, life.run.job.retries))
     life.past.append(Past(end, committed))
     life.end, life.decision = end, decision
@@ -307,6 +309,25 @@ def _last_segment(life: Life, step: int) -> int:
         if result.step <= step:
             numbers.append(result.segment)
     return max(numbers)
+
+
+def _proved(life: Life, end: AttemptEnd) -> AttemptEnd:
+    """Steps are done when the checkpoint of the last one verifies: training may end before a gate could close."""
+    if end.outcome is not Outcome.done:
+        return end
+    wrong = resume.unproven(life.run.places, end.step)
+    if wrong is None:
+        return end
+    cause = Cause(kind=CauseKind.verification, key=wrong.folder, message=wrong.why, step=end.step)
+    return end.model_copy(update={"outcome": Outcome.failed, "cause": cause})
+
+
+def _explained(life: Life, end: AttemptEnd) -> AttemptEnd:
+    """The end with the reason for which its checkpoint failed, where another process found it."""
+    why = marks.reason(life.run.places, end.cause.key, "local", CheckpointState.quarantined)
+    if end.cause.kind is not CauseKind.verification or not why:
+        return end
+    return end.model_copy(update={"cause": end.cause.model_copy(update={"message": why.rstrip(".")})})
 
 
 def _set_aside(life: Life, end: AttemptEnd) -> None:

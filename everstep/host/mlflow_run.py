@@ -3,10 +3,13 @@
 Importing this module is cheap; `connect` imports MLflow (about 1.6 s). Any call may raise whatever MLflow raises.
 """
 
+import fcntl
+import glob
 import json
 import os
 import posixpath
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,15 +39,37 @@ def connect(uri: str) -> Any:
     file = sqlite_file(uri)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_database(file)
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=uri)
 
 
+def _make_database(file: Path) -> None:
+    """Make a database that is not there yet beside its place, and put it there whole.
+
+    MLflow would build it in place, over some seconds; a process that ended meanwhile would leave one that no MLflow
+    can open again. One of several processes makes it, the others wait for it.
+    """
+    if file.exists():
+        return
+    from mlflow.tracking import MlflowClient
+
+    with file.with_name(f".{file.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if file.exists():
+            return
+        for left in file.parent.glob(f".{glob.escape(file.name)}.new*"):  # of one that ended over it
+            left.unlink()
+        new = file.with_name(f".{file.name}.new-{secrets.token_hex(4)}")  # MLflow remembers what it made under a name
+        MlflowClient(tracking_uri=f"sqlite:///{new}").search_experiments(max_results=1)
+        new.rename(file)
+
+
 def sqlite_file(uri: str) -> Path | None:
     """The file of a SQLite tracking URI, None for any other one."""
     scheme, slashes, rest = uri.partition(":///")
-    return Path(rest) if slashes and scheme.startswith("sqlite") and rest else None
+    return Path(rest) if slashes and scheme.startswith("sqlite") and rest not in ("", ":memory:") else None
 
 
 def find(client: Any, job: str, run: str) -> Any:

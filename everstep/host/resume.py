@@ -65,6 +65,28 @@ def choose(
     return Start(0, None)
 
 
+@dataclass(frozen=True)
+class Unproven:
+    """A checkpoint that should be there, whole and finite, and is not."""
+
+    folder: str
+    why: str
+
+
+def unproven(places: RunPlaces, step: int) -> Unproven | None:
+    """What is wrong with the newest checkpoint of `step`; None when one verifies on some tier."""
+    structure = checkpoint.read_structure(places.persistent)
+    held = {(tier, key) for tier in places.tiers for key in checkpoint.find(places.checkpoints(tier))[0]}
+    newest = sorted(((key, tier) for tier, key in held if key.step == step), reverse=True)
+    for key, tier in newest:
+        if _passes(places, key, tier, structure, trust_marks=True):
+            return None
+    if not newest:
+        return Unproven(Key(step, 0).folder, f"no checkpoint of step {step} was committed")
+    key, tier = newest[0]
+    return Unproven(key.folder, marks.reason(places, key.folder, tier, State.quarantined))
+
+
 def attempts_seen(places: RunPlaces) -> set[int]:
     """The attempts that left checkpoint folders, for a run whose claims were lost."""
     return {key.attempt for tier in places.tiers for keys in checkpoint.find(places.checkpoints(tier)) for key in keys}

@@ -234,3 +234,29 @@ def test_every_case_has_one_answer(end: AttemptEnd, verdict: Verdict | None, pas
     assert 0 <= decision.delay_seconds <= 60
     assert (decision.next is Next.finish) is (end.outcome is Outcome.done)
     assert (decision.next is Next.stop) is (end.outcome is Outcome.stopped)
+
+
+@pytest.mark.parametrize("steps", [(30, 30, 30), (30, 60, 40)])
+def test_the_third_bad_checkpoint_without_a_good_one_between_blames_training(steps):
+    past = []
+    for attempt, step in enumerate(steps, start=1):
+        end = failed(CauseKind.verification, key=f"step-{step:08d}.a{attempt}")
+        decision = decide(end, None, History(tuple(past), 20))
+        past.append(Past(end, 20))
+    assert [decide(one.end, None, History(tuple(past[:i]), 20)).next for i, one in enumerate(past)] == [
+        Next.walk_back,
+        Next.walk_back,
+        Next.give_up,
+    ]
+    assert "again and again" in decision.reason
+
+
+def test_bad_checkpoints_with_progress_between_are_walked_back_from_each_time():
+    end = failed(CauseKind.verification, key="step-00000090.a9")
+    past = tuple(Past(failed(CauseKind.verification, key=f"step-{n}0.a{n}"), n * 10) for n in range(1, 9))
+    assert decide(end, None, History(past, 85)).next is Next.walk_back
+
+
+def test_the_same_damage_in_another_attempts_folder_is_the_same_fault():
+    past = tuple(Past(failed(CauseKind.damaged, key=f"step-00000030.a{n}"), 30) for n in range(1, 6))
+    assert decide(failed(CauseKind.damaged, key="step-00000030.a6"), None, History(past, 30)).next is Next.give_up

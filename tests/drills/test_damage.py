@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 from drill import Drill, new_drill
@@ -190,3 +191,21 @@ def test_a_late_copy_of_an_older_attempt_is_never_chosen(at_40, untouched):
     assert ended.code == 0, ended.err
     assert ended.final["resumed_from"] == 35
     assert ended.final["weights"] == untouched(Shape()).final["weights"]
+
+
+def test_weights_that_turn_nan_are_never_kept_and_end_in_a_sentence(make_drill):
+    """Verified beside the next segment: set aside, walked back from twice, then given up; the good one is kept."""
+    drill = make_drill(
+        program=str(Path(__file__).with_name("nan.py")) + ":build", config={"at": 23}, limits={"train_floor": 60}
+    )
+    ended = drill.run()
+    assert ended.code == 1
+    assert ended.final["status"] == "failed"
+    assert ended.final["checkpoint"].endswith("step-00000020.a1")
+    assert ended.final["attempts"] == 3
+    assert "again and again" in ended.err
+    assert "Traceback" not in ended.err
+    steps = {uri.rpartition("/step-")[2].partition(".")[0] for uri in ended.final["quarantined"]}
+    assert "00000030" in steps
+    assert "00000020" not in steps
+    drill.await_gone()
