@@ -36,6 +36,7 @@ ROWS = {
     "_user": (failed(CauseKind.user), None, History(), Next.give_up),
     "_deterministic": (failed(CauseKind.exception), None, History(times(1, CauseKind.exception)), Next.give_up),
     "_probe": (failed(CauseKind.probe), None, History(), Next.walk_back),
+    "_diverged": (failed(CauseKind.verification), None, History(times(2, CauseKind.verification)), Next.give_up),
     "_budget": (failed(CauseKind.killed), None, History(times(5, CauseKind.killed)), Next.give_up),
     "_damaged": (failed(CauseKind.damaged), None, History(), Next.walk_back),
     "_space": (failed(CauseKind.space), None, History(), Next.give_up),
