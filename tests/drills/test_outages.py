@@ -24,7 +24,7 @@ def test_the_prefect_server_dies_in_mid_run(make_drill, untouched, tmp_path):
     try:
         own.wait_ready(120)
         drill.api = own.url
-        flow = drill.start()
+        flow = drill.start(environment={"PREFECT_CLIENT_MAX_RETRIES": "1"})  # the default tries for a minute and a half
         drill.await_step(5, flow)
     finally:
         own.stop()
