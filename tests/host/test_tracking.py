@@ -403,3 +403,17 @@ def test_what_could_not_be_said_is_replayed_later(proxy: Proxy, server: tuple[in
     (found,) = runs(server[1], "later")
     assert found.info.status == "FINISHED"
     assert [step for step, _ in history(server[1], found.info.run_id)] == [1, 2, 3]
+
+
+def test_a_database_whose_maker_was_killed_is_made_anew(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "mlflow.db"
+    make = "import sys; from everstep.host import mlflow_run; mlflow_run.connect(sys.argv[1]).search_experiments()"
+    maker = subprocess.Popen([sys.executable, "-c", make, f"sqlite:///{file}"], stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: any(file.parent.glob("*.new-*")) or file.exists())
+    finally:
+        maker.kill()
+        maker.wait()
+    assert not file.exists()
+    assert mlflow_run.connect(f"sqlite:///{file}").search_experiments()
+    assert not list(file.parent.glob("*.new-*"))
