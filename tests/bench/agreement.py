@@ -5,6 +5,7 @@ PORT FD ROUNDS` is one rank; rank 0 prints a line of JSON with the seconds of ea
 """
 
 import json
+import os
 import secrets
 import socket
 import sys
@@ -33,9 +34,10 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
             env = process.child_environment((), {"OMP_NUM_THREADS": "1"})
             log, fds = folder / f"agreement-{rank}.log", [listener.fileno()] if rank == 0 else []
             started.append(process.spawn(argv, env, token, log, pass_fds=fds))
-        for one in started:
-            if one.wait(120) != 0:
-                raise RuntimeError((folder / "agreement-0.log").read_text())
+        for rank, one in enumerate(started):
+            if (status := one.wait(120)) != 0:
+                log = (folder / f"agreement-{rank}.log").read_text()
+                raise RuntimeError(f"rank {rank} ended with status {status}:\n{log[-2000:]}")
     finally:
         listener.close()
         process.sweep(token, 0.0)
@@ -74,8 +76,9 @@ def live(folder: Path, rank: int, port: int, fd: int, rounds: int) -> None:
             took = _block(agree, gradients)
             if turn >= 0:
                 seconds[name].append(took)
-    ranks.meet(60)
     print(json.dumps(seconds), flush=True)
+    ranks.meet(60)
+    os._exit(0)  # as a rank of the trainer leaves: at once, so that no thread of the group is caught half way
 
 
 def _block(agree: Callable[[int], object], gradients) -> float:

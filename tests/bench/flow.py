@@ -1,11 +1,8 @@
 """One flow run, started as a user starts it, and watched from outside while it trains."""
 
-import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -52,7 +49,7 @@ class Flow:
     config: dict
     changes: dict
     build: str = "build"
-    running: subprocess.Popen | None = field(default=None, init=False)
+    running: process.Process | None = field(default=None, init=False)
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True)
@@ -70,25 +67,16 @@ class Flow:
         }
         (self.folder / "job.yaml").write_text(yaml.safe_dump(job | self.changes))
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "EVERSTEP_"))}
-        self._log = (self.folder / "console.log").open("w")
-        self.running = subprocess.Popen(
-            [sys.executable, "-m", "flows.train", str(self.folder / "job.yaml")],
-            cwd=ROOT,
-            env=env | {"PREFECT_API_URL": self.lab.api},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        argv = [sys.executable, "-m", "flows.train", str(self.folder / "job.yaml")]
+        env |= {"PREFECT_API_URL": self.lab.api}
+        self.running = process.spawn(argv, env, f"bench/{self.name}", self.folder / "console.log", cwd=ROOT)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End it, however it went."""
-        if self.running.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.running.pid, signal.SIGKILL)
-        self.running.wait()
-        self._log.close()
+        self.running.kill_group()
+        self.running.wait(5.0)
+        self.running.close()
         for record in self.folder.glob(f"persistent/{self.name}/r*/run.json"):
             process.sweep(_token(record), 0.0)
         shutil.rmtree(self.folder)
@@ -114,9 +102,9 @@ class Flow:
         return [Stamp(int(rank), int(pid), int(step), float(b), float(e)) for rank, pid, step, b, e in self.lines()]
 
     def await_completion(self, seconds: float) -> None:
-        code = self.running.wait(timeout=seconds)
+        code = self.running.wait(seconds)
         if code != 0:
-            raise RuntimeError(f"{self.name} ended with code {code}:\n{self.console()}")
+            raise RuntimeError(f"{self.name} ended with code {code} (None: not in time):\n{self.console()}")
 
     def await_steps(self, count: int, after: float, seconds: float = 90.0) -> list[Stamp]:
         """The first `count` steps of rank 0 that began after the moment `after`, as soon as they are stamped."""
@@ -125,7 +113,7 @@ class Flow:
             fresh = [one for one in self.stamps() if one.began > after and one.rank == 0]
             if len(fresh) >= count:
                 return fresh[:count]
-            if self.running.poll() is not None:
+            if self.running.status() is not None:
                 raise RuntimeError(f"{self.name} ended early:\n{self.console()}")
             time.sleep(0.05)
         raise TimeoutError(f"{self.name}: no {count} steps in {seconds:.0f} s:\n{self.console()}")
@@ -133,7 +121,7 @@ class Flow:
     def stop(self) -> None:
         """Ask by the stop file for an orderly end."""
         (self.run_dir / "stop").write_text("the bench has seen enough\n")
-        self.running.wait(timeout=60)
+        self.running.wait(60.0)
 
     def ranks(self) -> dict[int, int]:
         """The pids of the ranks that train now, by rank."""

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from everstep.host import server
 RESULTS = ROOT / "build" / "bench" / "results.json"
 STATE_100MB = {"inputs": 2048, "outputs": 4096}
 STEP = {"pause": 0.02}
+MOST_RANKS = 8
 
 
 def main() -> int:
@@ -38,12 +40,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--only", choices=("boundaries", "agreement", "recovery"), help="one part; writes no results")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwind: all that was started is ended
     parts = {"boundaries": _boundaries, "agreement": _agreement, "recovery": _recovery}
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = {"cpus": os.cpu_count() or 1, "load_before": os.getloadavg()[0]}
     with _lab() as lab:
         for name, measure in parts.items():
             if arguments.only in (None, name):
                 figures |= measure(lab, quick=arguments.quick)
+    figures["load_after"] = os.getloadavg()[0]
     _print(figures)
     if arguments.only is None:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +122,7 @@ def _recovery(lab: Lab, *, quick: bool) -> dict[str, float]:
                 kills[kind] += seen
                 _say(f"{kind}: a rank was killed; the next step had been trained {seen.seconds[0]:.2f} s later")
     _say("steps while spares start, with cores to spare and without")
-    spare, crowded = recovery.spare_effect(lab, 1), recovery.spare_effect(lab, os.cpu_count() or 1)
+    spare, crowded = recovery.spare_effect(lab, 1), recovery.spare_effect(lab, min(os.cpu_count() or 1, MOST_RANKS))
     warm, cold, two = kills["warm"], kills["cold"], kills["2ranks"]
     return {
         "recover_p50_s": median(warm.seconds),
@@ -138,6 +142,8 @@ def _recovery(lab: Lab, *, quick: bool) -> dict[str, float]:
 
 
 NOTES = {
+    "load_before": "processes that wanted a processor; above 0 others were at work",
+    "load_after": "the bench itself and others",
     "segment_boundary_ms": "no step runs at a boundary, median; aim: under 10",
     "segment_boundary_slowdown_ms": f"the next {boundaries.AFTER} steps are longer by, together",
     "segment_boundary_waits": "boundaries at which the lease had not been extended in time",
@@ -162,7 +168,7 @@ NOTES = {
     "spare_private_mb": "memory that a spare takes for itself alone",
     "spare_start_s": "from the first step to a warm spare",
     "spare_slows_step_percent": "a step that computes on one core, while the spare starts",
-    "spare_slows_step_on_full_cores_percent": "the same, with a rank on each core",
+    "spare_slows_step_on_full_cores_percent": f"the same, with a rank on each core ({MOST_RANKS} at most)",
 }
 
 
