@@ -230,7 +230,7 @@ def classify(attempt: int, ends: Mapping[int, RankEnd], statuses: Mapping[int, i
 def is_echo(cause: Cause) -> bool:
     """Whether a failure is only the sound of another rank's death (a broken collective)."""
     text = cause.message.lower()
-    heard = ("connection closed by peer", "connection reset by peer", "gloo", "nccl", "broken pipe", "tcpstore")
+    heard = ("closed by peer", "reset by peer", "gloo", "nccl", "broken pipe", "bytes from the store", "tcpstore")
     return cause.kind is CauseKind.exception and any(word in text for word in heard)
 
 

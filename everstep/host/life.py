@@ -1,6 +1,7 @@
 """The life of a run in one flow process: what each step of `flows.train` does. No order in here, and no Prefect."""
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from everstep.core.checkpoint import AttemptClaim
+from everstep.core.checkpoint import AttemptClaim, Key
 from everstep.core.checkpoint import State as CheckpointState
 from everstep.core.errors import Damaged, Fenced, StoreUnavailable, TrainingFailed
 from everstep.core.health import Severity
@@ -68,6 +69,7 @@ class Life:
     end: AttemptEnd | None = None
     closed: bool = False
     reading: str = ""  # the checkpoint that the ranks may still be loading
+    keeping: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def over(self) -> bool:
@@ -81,8 +83,15 @@ class Life:
         policy, places = self.run.job.checkpoint, self.run.places
         resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}
         in_use = {self.reading} if self.reading else set()
-        for tier, folder, freed in retention.apply(places, policy.keep, policy.best, resumed, in_use):
+        with self.keeping:
+            removed = retention.apply(places, policy.keep, policy.best, resumed, in_use)
+        for tier, folder, freed in removed:
             self.journal.record("checkpoint.removed", checkpoint=folder, tier=tier, bytes=freed)
+
+    def landed(self, key: Key, uri: str) -> None:
+        """A newer checkpoint is durable: MLflow hears of it, and older ones may go, also in a long segment."""
+        self.tracker.checkpoint(uri, key.step)
+        self.keep()
 
 
 def stage(job: TrainJob) -> Staged:
@@ -230,7 +239,7 @@ def finish(life: Life) -> dict[str, Any]:
 
 def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Journal) -> Life:
     tracker = Tracker.of(run, journal.record)
-    observer = Observer(run.places, journal.record, lambda key, uri: tracker.checkpoint(uri, key.step))
+    observer = Observer(run.places, journal.record)
     progress = Progress(run.job.steps, lambda: observer.durable_step)
     journal.told = progress.hear
     watch = Watch(
@@ -240,7 +249,9 @@ def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Jou
         record=journal.record,
     )
     supervisor = Supervisor(run.job, run.places, run.record, staged.staged.data, watch)
-    return Life(run, journal, observer, supervisor, tracker, progress, prefect.flow_run_id, journal.past())
+    life = Life(run, journal, observer, supervisor, tracker, progress, prefect.flow_run_id, journal.past())
+    observer.landed = life.landed
+    return life
 
 
 def _open(life: Life, staged: Staged) -> None:

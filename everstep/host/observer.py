@@ -27,7 +27,8 @@ _KINDS = {
 class Observer:
     """Watches one run for the life of a flow run."""
 
-    def __init__(self, places: RunPlaces, record: Callable[..., None], now_durable: Callable[[Key, str], None]) -> None:
+    def __init__(self, places: RunPlaces, record: Callable[..., None]) -> None:
+        self.landed: Callable[[Key, str], None] = lambda _key, _uri: None
         self.durable_step = 0
         self.durable: Key | None = None
         self.attempt = 0
@@ -35,7 +36,6 @@ class Observer:
         self._takeover = False
         self._places = places
         self._record = record
-        self._now_durable = now_durable
         self._known: set[tuple[str, str, State]] = set()
         self._failures = {
             "local": Tail(places.persistent / "save-errors.jsonl"),
@@ -122,7 +122,7 @@ class Observer:
         keys = [Key.parse(folder) for folder, _, state in self._known if state is State.durable]
         newest = max((key for key in keys if key), default=None)
         if newest is not None and newest != self.durable:
-            self._now_durable(newest, self._places.checkpoint("persistent", newest).as_uri())
+            self.landed(newest, self._places.checkpoint("persistent", newest).as_uri())
         self.durable = newest
         self.durable_step = newest.step if newest else 0
 

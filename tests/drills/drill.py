@@ -57,6 +57,10 @@ class Drill:
     def run_dir(self) -> Path:
         return max(self.home.glob("r*"))
 
+    @property
+    def local_dir(self) -> Path:
+        return self.folder / "nvme" / self.job["name"] / self.run_dir.name
+
     def write(self) -> Path:
         file = self.folder / "job.yaml"
         file.write_text(yaml.safe_dump(self.job))
