@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,7 +67,7 @@ def interrupted(life: "Life", error: BaseException) -> None:
             life.supervisor.settle()
     life.supervisor.close()  # the ranks save before anything is counted
     end = life.supervisor.last_end
-    status = "stopped" if signalled and (end is None or end.outcome is Outcome.stopped) else "failed"
+    status = "stopped" if signalled and (end is None or end.outcome is not Outcome.failed) else "failed"
     _write_down(life, status, tracker_seconds=QUICK_SECONDS if signalled else 5.0)
 
 
@@ -117,7 +118,7 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
         "buckets": {bucket.value: round(seconds, 3) for bucket, seconds in spent.buckets.items()},
         "mlflow_run": life.tracker.run_id,
         "report": str(places.report),
-        "metrics": past.last_metrics,
+        "metrics": {name: value if math.isfinite(value) else repr(value) for name, value in past.last_metrics.items()},
         "finished_early": bool(life.end and life.end.finished_early),
     }
     try:
@@ -128,14 +129,14 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     outcome.deliver(final)
     life.closed = True
     if status != "failed":
-        life.progress.say(_farewell(final))
+        life.progress.say(_farewell(final, past.last_metrics))
     return final
 
 
-def _farewell(final: Mapping[str, Any]) -> str:
+def _farewell(final: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     if final["status"] == "stopped":
         return f"stopped at step {final['step']}; run the same command to go on"
-    figures = "".join(f", {name} {value:.4g}" for name, value in sorted(final["metrics"].items()))
+    figures = "".join(f", {name} {value:.4g}" for name, value in sorted(metrics.items()))
     return f"completed: step {final['step']}{figures}; report: {final['report']}"
 
 

@@ -17,6 +17,8 @@ def test_completed_and_once_more(completed):
     assert first.out.count("\n") == 1, "stdout holds the JSON line and nothing else"
     assert first.final["status"] == "completed"
     assert "completed: step 60, bias" in first.err
+    assert first.final["metrics"]["undefined"] == "nan", "JSON has no NaN of its own"
+    assert "NaN" not in first.out
     check_that_it_is_not_trained_again(desk, first)
     desk.await_gone()
 
