@@ -3,8 +3,10 @@
 import difflib
 import hashlib
 import json
+import math
 import os.path
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -153,6 +155,15 @@ class TrainJob(Record):
             raise ValueError("must be 1 to 63 characters of a-z, 0-9 and dashes, and not begin or end with a dash")
         return name
 
+    @field_validator("config")
+    @classmethod
+    def _is_finite(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """It travels to build() and into run.json as JSON, which would turn these into null."""
+        place = next(_not_finite(config), None)
+        if place is not None:
+            raise ValueError(f"{place} is not a finite number; write it as text and let build() read it")
+        return config
+
     @field_validator("program")
     @classmethod
     def _names_a_callable(cls, program: str) -> str:
@@ -248,6 +259,15 @@ def _nearest(location: tuple[int | str, ...]) -> str:
         model = inner.annotation
     close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
     return f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(model.model_fields))}."
+
+
+def _not_finite(value: JsonValue, place: str = "") -> Iterator[str]:
+    """Where in a configuration NaN or infinity stands, as dotted keys."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from _not_finite(one, f"{place}.{key}" if place else str(key))
 
 
 def _under(base: Path, place: str) -> str:
