@@ -148,4 +148,6 @@ def _story(claim: AttemptClaim, events: list[Event], cost: float) -> AttemptStor
             outcome, cause, step = "lost", event.text or "its flow vanished", event.step
         elif event.kind == "decision.made":
             decision = str(event.data.get("next", ""))
+            if outcome == "done" and decision not in ("", "finish"):  # its last checkpoint did not verify
+                outcome, cause = "failed", event.text
     return AttemptStory(claim.attempt, claim.resumed_from, claim.time, claim.host, outcome, cause, step, decision, cost)

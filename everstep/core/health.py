@@ -41,6 +41,31 @@ class Action(StrEnum):
     reboot_node = "reboot_node"
     drain_replace = "drain_replace"
 
+    @property
+    def advice(self) -> str:
+        """The action as one says it to a person."""
+        return _ADVICE[self]
+
+
+_ADVICE = {
+    Action.ignore_log: "nothing needs to be done",
+    Action.log_then_reset_gpu_when_idle: "reset the GPU when it is next idle",
+    Action.retry_backoff: "wait and try again",
+    Action.restart_app: "run the same command again",
+    Action.diagnose_then_restart: "find out what is wrong with this machine, then run the same command again",
+    Action.remount_then_restart: "mount the file system anew, then run the same command again",
+    Action.follow_primary: "look for the first fault; this one follows from it",
+    Action.fix_app: "mend the program or its settings, then run the same command again",
+    Action.fix_config: "mend the machine's configuration, then run the same command again",
+    Action.free_space: "free some space, then run the same command again",
+    Action.check_storage: "check the storage, then run the same command again",
+    Action.check_network: "check the network, then run the same command again",
+    Action.reset_gpu: "reset the GPU",
+    Action.drain_then_reset_gpu: "drain the node, then reset its GPUs",
+    Action.reboot_node: "reboot the node",
+    Action.drain_replace: "drain the node and have it replaced",
+}
+
 
 class State(StrEnum):
     """What the gates say of a node or GPU. Unknown is not failed."""

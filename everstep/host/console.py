@@ -70,6 +70,7 @@ def open_console(arguments: Sequence[str]) -> Console:
     os.environ.setdefault("DO_NOT_TRACK", "1")  # Prefect would print a notice, and tell others, at its first import
     from everstep.host import jobs, server
 
+    _leave_working_directory()
     file, take_over = _parse(arguments)
     try:
         job = jobs.read(file)
@@ -81,6 +82,16 @@ def open_console(arguments: Sequence[str]) -> Console:
     prepared = _has_api() or server.is_prepared()
     _say(f"{job.name}: starting" + ("" if prepared else " (the first start on a machine takes some seconds more)"))
     return Console(job, take_over, asked)
+
+
+def _leave_working_directory() -> None:
+    """Python looks for modules in the working directory first. A user's own `tasks` there is not ours.
+
+    The program's modules are found by the ranks, which are told where to look. A checkout of ours stays.
+    """
+    here = Path.cwd()
+    if here != Path(__file__).parents[2]:
+        sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here.resolve()]
 
 
 def _leave_within(seconds: float, code: int) -> None:

@@ -233,7 +233,8 @@ def finish(life: Life) -> dict[str, Any]:
     if life.decision.user_error:
         raise ValueError(life.decision.reason)
     raise TrainingFailed(
-        f"{life.decision.reason}. What to do: {life.decision.action.value}; logs are in {life.run.places.persistent / 'logs'}."
+        f"{life.decision.reason}. What to do: {life.decision.action.advice}. "
+        f"The logs are in {life.run.places.persistent / 'logs'}."
     )
 
 

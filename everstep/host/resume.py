@@ -10,7 +10,7 @@ from pathlib import Path
 
 from everstep.core.checkpoint import Key, State, Structure, candidates
 from everstep.core.errors import NoValidCheckpoint, StoreUnavailable
-from everstep.store import checkpoint, jsonl, marks
+from everstep.store import checkpoint, jsonl, marks, transfer
 from everstep.store.layout import RunPlaces
 
 Record = Callable[..., None]
@@ -31,7 +31,7 @@ def choose(
     """The resume point of the next attempt.
 
     `resumed` maps claimed attempts to the steps they resumed from. `hinted` is the folder that MLflow names: it counts
-    when it is newer than all that the tiers hold. With `trust_marks` a checkpoint that this flow run
+    when it is newer than all that the tiers hold, and is brought to the local one. With `trust_marks` a checkpoint that this flow run
     has verified before is not read again (the child proves every byte while it loads). Raises NoValidCheckpoint.
     """
     structure = checkpoint.read_structure(places.persistent)
@@ -43,7 +43,9 @@ def choose(
     if hinted is not None and (key := Key.parse(hinted.name)) and candidates({key, *best}, resumed)[:1] != best[:1]:
         result = checkpoint.verify(hinted, structure=structure, run=places.persistent.name)
         if result.ok:
-            return Start(key.step, hinted, "mlflow")
+            near = places.checkpoint("local", key)
+            transfer.copy(hinted, near)
+            return Start(key.step, near, "local")
         record("checkpoint.unreadable", checkpoint=key.folder, tier="mlflow", text=result.why)
     for key in best:
         for tier, (keys, _) in held.items():

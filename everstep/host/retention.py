@@ -40,7 +40,12 @@ def apply(
         kept = _kept(places, tier, best, busy, waiting)
         going += [(tier, key) for key in removable(kept, keep, resumed, best.mode if best else "min")]
     newest = max(resumed, default=0)
-    going += [(tier, key) for tier, key in torn(places) if key.attempt < newest and key.folder not in busy]
+    evidence = {place for place, states in marks.states(places).items() if State.quarantined in states}
+    going += [
+        (tier, key)
+        for tier, key in torn(places)
+        if key.attempt < newest and key.folder not in busy and (key.folder, tier) not in evidence
+    ]
     return [(tier, key.folder, _remove(places, tier, key)) for tier, key in going]
 
 

@@ -85,6 +85,7 @@ class Drill:
         plan: Path | None = None,
         environment: dict[str, str] | None = None,
         arguments: tuple[str, ...] = (),
+        cwd: Path = ROOT,
     ):
         """Begin a flow run; `faults` is a plan for `everstep.store.faults`, or `plan` names an older one."""
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "EVERSTEP_"))}
@@ -99,7 +100,7 @@ class Drill:
             env["EVERSTEP_FAULTS"] = str(plan)
         flow = subprocess.Popen(
             [sys.executable, "-m", "flows.train", str(self.write()), *arguments],
-            cwd=ROOT,
+            cwd=cwd,
             env=env | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -99,9 +99,10 @@ def stopped(tmp_path_factory, prefect_api, mlflow_template):
 
 
 @pytest.fixture
-def at_40(stopped, tmp_path):
+def at_40(stopped, tmp_path, mlflow_template):
     folder = tmp_path / "run"
     shutil.copytree(stopped.folder, folder)
+    shutil.copy(mlflow_template, folder / "mlflow.db")  # it names the checkpoints of the run that was copied
     drill = Drill(folder, stopped.api, stopped.job | {"steps": 60})
     yield drill
     drill.close()
@@ -181,6 +182,7 @@ def test_a_late_copy_of_an_older_attempt_is_never_chosen(at_40, untouched):
     away = [at_40.folder / f"late-{index}" for index in range(2)]
     for folder, place in zip(late, away, strict=True):
         folder.rename(place)
+    (at_40.run_dir / "result.json").unlink()  # as if its flow had been killed before the end
     at_40.job["steps"] = 35
     went_back = at_40.run()
     assert (went_back.final["resumed_from"], went_back.final["step"]) == (30, 35), went_back.err
@@ -202,10 +204,27 @@ def test_weights_that_turn_nan_are_never_kept_and_end_in_a_sentence(make_drill):
     assert ended.code == 1
     assert ended.final["status"] == "failed"
     assert ended.final["checkpoint"].endswith("step-00000020.a1")
-    assert ended.final["attempts"] == 3
+    assert (ended.final["attempts"], ended.final["restarts"]) == (3, 2)
+    assert "mend the program" in ended.err
     assert "again and again" in ended.err
     assert "Traceback" not in ended.err
     steps = {uri.rpartition("/step-")[2].partition(".")[0] for uri in ended.final["quarantined"]}
     assert "00000030" in steps
     assert "00000020" not in steps
     drill.await_gone()
+
+
+def test_a_checkpoint_that_only_mlflow_knows_is_used(stopped, tmp_path, untouched):
+    """MLflow is asked first: both tiers lost their newest, and a copy stands where MLflow says."""
+    folder = tmp_path / "run"
+    shutil.copytree(stopped.folder, folder)
+    drill = Drill(folder, stopped.api, stopped.job | {"steps": 60})
+    try:
+        for place in folders(drill, LAST):
+            shutil.rmtree(place)
+        ended = drill.run()
+    finally:
+        drill.close()
+    assert ended.code == 0, ended.err
+    assert ended.final["resumed_from"] == 40
+    assert ended.final["weights"] == untouched(Shape()).final["weights"]

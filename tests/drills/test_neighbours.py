@@ -5,7 +5,9 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
+import tiny
 from plans import Shape
 
 from everstep.host import process
@@ -76,3 +78,15 @@ def test_a_signal_to_any_rank_saves_the_same_step_on_all(make_drill, untouched):
         ended = drill.run()
     assert ended.code == 0, ended.err
     assert ended.final["weights"] == untouched(shape).final["weights"]
+
+
+def test_a_users_own_package_of_tasks_stands_in_nobodys_way(make_drill, tmp_path):
+    """The command is given in a repository that has a package `tasks`, and the program is in it."""
+    drill = make_drill(steps=20, program="tasks.train:build")
+    package = tmp_path / "repository" / "tasks"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(Path(tiny.__file__).read_text())
+    ended = drill.run(cwd=package.parent)
+    assert ended.code == 0, ended.err
+    assert ended.final["step"] == 20

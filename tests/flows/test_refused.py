@@ -72,12 +72,12 @@ PROGRAMS = {
     "build raises RuntimeError": (
         {"build": ["raise RuntimeError('device is odd')"]},
         FAILED,
-        ["the same error came again", "RuntimeError: device is odd", "fix_app", "logs"],
+        ["the same error came again", "RuntimeError: device is odd", "mend the program", "logs"],
     ),
     "the loop raises at step 5": (
         {"loss": ["if calls == 5: raise RuntimeError('bad batch')"]},
         FAILED,
-        ["the same error came again at step 4", "RuntimeError: bad batch", "fix_app", "logs"],
+        ["the same error came again at step 4", "RuntimeError: bad batch", "mend the program", "logs"],
     ),
     "no samples": ({"rows": 0}, USER, ["dataset", "is empty", "data.source"]),
 }
