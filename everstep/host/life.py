@@ -26,7 +26,7 @@ from everstep.host.supervisor import Supervisor, Watch
 from everstep.host.tracking import Tracker
 from everstep.store import checkpoint, faults, jsonl, marks
 
-HINT_SECONDS = 5.0
+HINT_SECONDS = 10.0
 """How long a resume waits for MLflow. The ranks import torch meanwhile."""
 
 

@@ -16,6 +16,8 @@ RANK_POINTS = (
     "segment.end",
     "run.end",
 )
+COMMITTING = ("save.before_manifest", "save.rename", "save.after_commit", "segment.end")
+"""Points that only rank 0 passes."""
 COPIER_POINTS = ("copy.begin", "copy.mid_file", "copy.before_manifest", "copy.verify")
 FLOW_POINTS = ("verify.mid", "flow.decide", "flow.report")
 
@@ -50,7 +52,7 @@ def rank_plan(dice: random.Random, shape: Shape, kills: int) -> list[dict]:
         point = dice.choice(RANK_POINTS)
         most = {"train": 50, "save": 5, "segment": 3, "run": 1}[point.partition(".")[0]]
         hit = 1 if point == "train.first_step" else dice.randint(1, most)
-        rank = 0 if point in ("save.before_manifest", "save.rename", "segment.end") else dice.randrange(shape.ranks)
+        rank = 0 if point in COMMITTING else dice.randrange(shape.ranks)
         plan.append({"point": point, "hit": hit, "rank": rank})
     return plan
 
@@ -70,8 +72,7 @@ def every_rank_point(shape: Shape) -> list[dict]:
         "run.end": 1,
     }
     last = shape.ranks - 1
-    committing = ("save.before_manifest", "save.rename", "segment.end")
-    return [{"point": point, "hit": hit, "rank": 0 if point in committing else last} for point, hit in hits.items()]
+    return [{"point": point, "hit": hit, "rank": 0 if point in COMMITTING else last} for point, hit in hits.items()]
 
 
 def check_journal(drill, shape: Shape, reference) -> None:

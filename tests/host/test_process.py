@@ -111,7 +111,7 @@ def test_sweep_catches_up_with_a_process_that_keeps_forking(tmp_path, token):
     child = spawn(tmp_path, token, python(program))
     child.wait(10)
     child.close()
-    process.sweep(token, 0.1)
+    process.sweep(token, 0.1, certain_within=30.0)
     assert process.marked(token) == []
 
 
