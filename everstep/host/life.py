@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from everstep.core.checkpoint import AttemptClaim, Key
+from everstep.core.checkpoint import Key
 from everstep.core.checkpoint import State as CheckpointState
 from everstep.core.errors import Damaged, Fenced, StoreUnavailable, TrainingFailed
 from everstep.core.health import Severity
@@ -60,7 +60,6 @@ class Life:
     progress: Progress
     flow_run: str
     past: list[Past]
-    claim: AttemptClaim | None = None
     start: resume.Start | None = None
     resumed_from: int | None = None
     attempts_here: int = 0
@@ -145,7 +144,7 @@ def begin_attempt(life: Life) -> None:
         life.resumed_from = start.step if start.folder else None
         where = f"from step {start.step} ({start.tier} tier)" if start.folder else "from step 0: no checkpoint yet"
         life.progress.say(f"run {life.run.record.run}: attempt {number}, {where}")
-    life.claim, life.start, life.reading = claim, start, folder
+    life.start, life.reading = start, folder
     life.attempts_here += 1
     life.observer.follow(number)
     life.tracker.attempt(number, start.step)
