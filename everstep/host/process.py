@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the warden imports this module, and is to start in no time
 
 MARK = "EVERSTEP_ATTEMPT"
 PIPE_LIMIT = 1 << 20
+CERTAIN_LOOKS = 3  # empty looks in a row that end a sweep: one look can miss a process that is just forking
 
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _USUAL = re.compile(
@@ -181,25 +182,46 @@ def marks(prefix: str) -> list[tuple[int, str]]:
 def sweep(prefix: str, grace: float, *, spare: str | None = None, certain_within: float = 5.0) -> list[int]:
     """End every process marked `prefix` or below, except those marked `spare` or below; returns whom SIGKILL had to end.
 
-    SIGTERM first, SIGKILL after `grace` seconds (0: at once), again and again until nobody is left, also not one that
-    was being forked meanwhile. Gives up `certain_within` seconds after the first SIGKILL: a process in an
-    uninterruptible system call cannot be ended by anybody.
+    SIGTERM first, SIGKILL after `grace` seconds (0: at once), again and again until nobody is left and everyone hunted
+    has ended whole (files and ports closed), also not one that was being forked meanwhile: SIGKILL goes to the process
+    groups, which the kernel holds still while it signals, since a process that forks and leaves faster than one can
+    look would outrun signals to single processes. Gives up `certain_within` seconds after the first SIGKILL: a process
+    in an uninterruptible system call cannot be ended by anybody.
     """
+    hunted: dict[int, int] = {}  # each with a descriptor that becomes readable when it has ended
     killed: set[int] = set()
     polite_until = time.monotonic() + grace
-    asked: set[int] = set()
-    while left := [pid for pid, mark in marks(prefix) if not _below(mark, spare)]:
-        now = time.monotonic()
-        if now >= polite_until + certain_within:
-            break
-        if now < polite_until:
-            _signal_marked(set(left) - asked, signal.SIGTERM, prefix)
-            asked |= set(left)
-            _await_end(left, min(polite_until - now, 0.25))
-        else:
-            _signal_marked(left, signal.SIGKILL, prefix)
-            killed |= set(left)
-            _await_end(left, 0.25)
+    empty = 0
+    try:
+        while empty < CERTAIN_LOOKS:
+            found = marks(prefix)
+            fresh = _hold([pid for pid, mark in found if not _below(mark, spare)], prefix, hunted)
+            alive = [pid for pid, handle in hunted.items() if not _ended(handle, 0.0)]
+            empty = 0 if alive else empty + 1
+            now = time.monotonic()
+            if not alive or now >= polite_until + certain_within:
+                if alive:
+                    break
+                continue
+            if now < polite_until:
+                for pid in fresh:
+                    _signal(hunted[pid], signal.SIGTERM)
+                wait = min(polite_until - now, 0.25)
+            else:
+                spared = _groups(pid for pid, mark in found if _below(mark, spare))
+                for group in _groups(alive) - spared - {os.getpgrp()}:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(group, signal.SIGKILL)
+                for pid in alive:
+                    _signal(hunted[pid], signal.SIGKILL)
+                killed |= set(alive)
+                wait = 0.25
+            until = now + wait
+            for pid in alive:
+                _ended(hunted[pid], until - time.monotonic())
+    finally:
+        for handle in hunted.values():
+            os.close(handle)
     return sorted(killed)
 
 
@@ -220,33 +242,42 @@ def _mark(folder: str) -> str:
     return ""
 
 
-def _signal_marked(pids: Iterable[int], number: int, prefix: str) -> None:
-    """Signal those that still bear the mark once they are held by a descriptor: a pid may be another's by now."""
+def _hold(pids: Iterable[int], prefix: str, held: dict[int, int]) -> list[int]:
+    """Hold those that still bear the mark by a descriptor (a pid may be another's by now); returns the new ones."""
+    fresh = []
     for pid in pids:
-        try:
-            handle = os.pidfd_open(pid)
-        except ProcessLookupError:
+        if pid in held and not _ended(held[pid], 0.0):
             continue
-        try:
-            if _below(_mark(f"/proc/{pid}"), prefix):
-                signal.pidfd_send_signal(handle, number)
-        except ProcessLookupError:
-            continue
-        finally:
-            os.close(handle)
-
-
-def _await_end(pids: Sequence[int], timeout: float) -> None:
-    """Wait until all of them ended, `timeout` seconds at most."""
-    until = time.monotonic() + timeout
-    for pid in pids:
         try:
             handle = os.pidfd_open(pid)
         except OSError:
             continue
-        try:
-            poll = select.poll()
-            poll.register(handle, select.POLLIN)
-            poll.poll(max(0.0, until - time.monotonic()) * 1000)
-        finally:
+        if not _below(_mark(f"/proc/{pid}"), prefix):
             os.close(handle)
+            continue
+        if pid in held:
+            os.close(held[pid])
+        held[pid] = handle
+        fresh.append(pid)
+    return fresh
+
+
+def _groups(pids: Iterable[int]) -> set[int]:
+    """The process groups of those that still are."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.add(os.getpgid(pid))
+    return found
+
+
+def _signal(handle: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(handle, number)
+
+
+def _ended(handle: int, timeout: float) -> bool:
+    """Whether it has ended, after waiting for that for `timeout` seconds at most."""
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout) * 1000))

@@ -455,8 +455,10 @@ def test_leftovers_of_a_former_supervisor_are_ended_first(case, tmp_path):
     mark = process.token(one.run) + "/former/1"
     old = process.spawn(["sleep", "600"], process.child_environment((), {}), mark, tmp_path / "old.log")
     one.start()
-    assert old.wait(0) == -signal.SIGKILL
-    old.close()
+    try:
+        assert old.wait(0) == -signal.SIGKILL
+    finally:
+        old.close()
     assert one.end()[1].outcome is Outcome.done
 
 
