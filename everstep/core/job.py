@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
+from everstep.core import place
+from everstep.core.place import S3Settings
 from everstep.core.record import Record
 
 NAME = r"^[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?$"
@@ -28,19 +30,31 @@ Steps = Annotated[int, BeforeValidator(_not_a_switch), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class DataGate(Record):
+    """What the data must be before a run trains on it. Great Expectations judges; these are its defaults' bounds."""
+
+    suite: str | None = Field(None, description="A Great Expectations suite as JSON, in place of the defaults.")
+    sample_rows: int = Field(10_000, ge=1, description="Rows that are read for the checks of columns and values.")
+    min_files: int = Field(1, ge=1, description="Files at least.")
+    max_files: int | None = Field(None, ge=1, description="Files at most.")
+    min_bytes: int = Field(1, ge=1, description="Bytes at least, all files together.")
+    max_bytes: int | None = Field(None, ge=1, description="Bytes at most, all files together.")
+    duplicates: bool = Field(False, description="Two files may hold the same content.")
+    columns: dict[str, str] = Field({}, description="Columns or tensors that must be there, with their dtypes.")
+
+
 class DataSource(Record):
-    """Where the data set is: a directory."""
+    """Where the data set is: a directory or s3://bucket/prefix."""
 
-    source: str = Field(min_length=1, description="A directory with the data set.")
+    source: str = Field(min_length=1, description="A directory or s3://bucket/prefix with the data set.")
+    gate: DataGate = DataGate()
 
-    @field_validator("source")
-    @classmethod
-    def _is_local(cls, source: str) -> str:
-        if "://" in source:
-            raise ValueError(
-                "is a URL; this version stages from a directory: mount or copy the data and name the folder"
-            )
-        return source
+    _is_place = field_validator("source")(place.check)
+
+    def resolve(self, base: Path) -> Self:
+        suite = self.gate.suite and _under(base, self.gate.suite)
+        gate = self.gate.model_copy(update={"suite": suite})
+        return self.model_copy(update={"source": _under(base, self.source), "gate": gate})
 
 
 class Best(Record):
@@ -66,30 +80,65 @@ class CheckpointPolicy(Record):
 
 
 class Tiers(Record):
-    """The places of a run's bytes: fast and near, then persistent."""
+    """The places of a run's bytes: fast and near, then persistent, then the object store. Or a block that names them."""
 
     local: str = Field(".everstep/nvme", description="Fast local directory (NVMe); it may vanish.")
     persistent: str = Field(".everstep/persistent", description="Directory that survives the machine; holds the run.")
-    object: str | None = Field(None, description="Directory that stands for the object store.")
+    object: str | None = Field(None, description="s3://bucket/prefix, or a directory that stands for it.")
+    budget_gb: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Space for staged data sets on the local tier; the one least recently used goes first."
+    )
+    block: str | None = Field(None, description="A StorageTiers block, in place of the other fields.")
 
-    @field_validator("local", "persistent", "object")
+    @model_validator(mode="before")
     @classmethod
-    def _is_directory(cls, place: str | None) -> str | None:
-        if place is not None and "://" in place:
-            raise ValueError("is a URL; this version keeps checkpoints in directories: name a folder or a mount")
-        return place
+    def _name_of_a_block(cls, value: JsonValue) -> JsonValue:
+        return {"block": value} if isinstance(value, str) else value
+
+    @field_validator("local", "persistent")
+    @classmethod
+    def _is_directory(cls, where: str) -> str:
+        if "://" in where:
+            raise ValueError("is a URL; name a folder or a mount")
+        return where
+
+    @field_validator("object")
+    @classmethod
+    def _is_place(cls, where: str | None) -> str | None:
+        return None if where is None else place.check(where)
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
         if self.local == self.persistent:
             raise ValueError("has the same folder as local and persistent; a copy needs a second place")
+        if self.block and self.model_fields_set - {"block"}:
+            raise ValueError("has a block and places of its own; give one of them")
         return self
+
+    def resolve(self, base: Path) -> Self:
+        if self.block:
+            return self
+        places = {"local": self.local, "persistent": self.persistent, "object": self.object}
+        return self.model_copy(update={name: _under(base, where) for name, where in places.items() if where})
 
 
 class Tracking(Record):
-    """The MLflow server or database in which people browse runs."""
+    """The MLflow server or database in which people browse runs. Or a block that names it."""
 
     uri: str = Field("sqlite:///.everstep/mlflow.db", description="MLflow tracking URI.")
+    block: str | None = Field(None, description="A Tracking block, in place of the URI.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_a_block(cls, value: object) -> object:
+        return {"block": value} if isinstance(value, str) else value
+
+
+class Price(Record):
+    """What a GPU (without one: a rank) costs."""
+
+    per_gpu_hour: float = Field(gt=0, allow_inf_nan=False)
+    currency: str = Field("USD", pattern="^[A-Z]{3}$")
 
 
 class LedgerPlace(Record):
@@ -137,6 +186,7 @@ class TrainJob(Record):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = Field(0, ge=0, lt=2**63)
     tiers: Tiers = Tiers()
+    s3: S3Settings = S3Settings()
     tracking: Tracking = Tracking()
     ledger: LedgerPlace = LedgerPlace()
     retries: Retries = Retries()
@@ -146,6 +196,8 @@ class TrainJob(Record):
     )
     env: tuple[str, ...] = Field((), description="Environment variables handed to the program besides the usual ones.")
     standby: bool = Field(True, description="Keep warm spare processes so that a restart need not import torch again.")
+    release: bool = Field(False, description="Make the best checkpoint the production model at the end.")
+    price: Price | None = Field(None, description="For the money in the report.")
     fresh: bool = Field(False, description="Start a new run even where one is unfinished.")
 
     @field_validator("name")
@@ -159,18 +211,18 @@ class TrainJob(Record):
     @classmethod
     def _is_finite(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:
         """It travels to build() and into run.json as JSON, which would turn these into null."""
-        place = next(_not_finite(config), None)
-        if place is not None:
-            raise ValueError(f"{place} is not a finite number; write it as text and let build() read it")
+        where = next(_not_finite(config), None)
+        if where is not None:
+            raise ValueError(f"{where} is not a finite number; write it as text and let build() read it")
         return config
 
     @field_validator("program")
     @classmethod
     def _names_a_callable(cls, program: str) -> str:
-        place, colon, attribute = program.rpartition(":")
-        if not colon or not place or not attribute.isidentifier():
+        file, colon, attribute = program.rpartition(":")
+        if not colon or not file or not attribute.isidentifier():
             raise ValueError("must name a callable as package.module:build or path/to/file.py:build")
-        if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+        if not file.endswith(".py") and not all(part.isidentifier() for part in file.split(".")):
             raise ValueError("must name a callable as package.module:build or path/to/file.py:build")
         return program
 
@@ -183,18 +235,14 @@ class TrainJob(Record):
     def resolve(self, base: Path) -> Self:
         """The same job with every relative path taken from `base` (the job file's folder)."""
         tiers = self.tiers
-        place, _, attribute = self.program.rpartition(":")
-        program = f"{_under(base, place)}:{attribute}" if place.endswith(".py") else self.program
+        file, _, attribute = self.program.rpartition(":")
+        program = f"{_under(base, file)}:{attribute}" if file.endswith(".py") else self.program
         return self.model_copy(
             update={
                 "program": program,
-                "data": DataSource(source=_under(base, self.data.source)),
-                "tiers": Tiers(
-                    local=_under(base, tiers.local),
-                    persistent=_under(base, tiers.persistent),
-                    object=_under(base, tiers.object) if tiers.object else None,
-                ),
-                "tracking": Tracking(uri=_sqlite_under(base, self.tracking.uri)),
+                "data": self.data.resolve(base),
+                "tiers": tiers.resolve(base),
+                "tracking": self.tracking.model_copy(update={"uri": _sqlite_under(base, self.tracking.uri)}),
                 "ledger": LedgerPlace(uri=_sqlite_under(base, self.ledger.uri) if self.ledger.uri else None),
             }
         )
@@ -230,7 +278,7 @@ def explain(error: ValidationError, source: str) -> str:
     message = _plain(first["type"], first["msg"])
     if not field:
         return f"{source}: the job {message}."
-    shown = repr(first["input"])
+    shown = re.sub(r"//[^/@]*@", "//...@", repr(first["input"]))  # a password in a URL is not repeated
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if isinstance(first["input"], dict):
         return f"{source}: {field}: {message}."
@@ -261,17 +309,17 @@ def _nearest(location: tuple[int | str, ...]) -> str:
     return f"did you mean {close[0]}?" if close else f"it takes {', '.join(sorted(model.model_fields))}."
 
 
-def _not_finite(value: JsonValue, place: str = "") -> Iterator[str]:
+def _not_finite(value: JsonValue, at: str = "") -> Iterator[str]:
     """Where in a configuration NaN or infinity stands, as dotted keys."""
     if isinstance(value, float) and not math.isfinite(value):
-        yield place
+        yield at
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
-        yield from _not_finite(one, f"{place}.{key}" if place else str(key))
+        yield from _not_finite(one, f"{at}.{key}" if at else str(key))
 
 
-def _under(base: Path, place: str) -> str:
-    return os.path.normpath(base / Path(place).expanduser())
+def _under(base: Path, where: str) -> str:
+    return where if place.is_object(where) else os.path.normpath(base / Path(where).expanduser())
 
 
 def _sqlite_under(base: Path, uri: str) -> str:
@@ -284,5 +332,5 @@ def _sqlite_under(base: Path, uri: str) -> str:
 
 def _program_identity(program: str) -> str:
     """A file program is the same program on another machine: its folder does not count."""
-    place, _, attribute = program.rpartition(":")
-    return f"{Path(place).name}:{attribute}" if place.endswith(".py") else program
+    file, _, attribute = program.rpartition(":")
+    return f"{Path(file).name}:{attribute}" if file.endswith(".py") else program

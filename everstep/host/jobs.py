@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from everstep.core import place
 from everstep.core.job import TrainJob, explain
 
 
@@ -41,6 +42,8 @@ def read(path: Path) -> TrainJob:
 def check(job: TrainJob, search_path: Path) -> None:
     """Refuse what can be seen without running anything: a missing program, callable or data folder."""
     check_program(job.program, search_path)
+    if place.is_object(job.data.source):
+        return
     source = Path(job.data.source)
     if not source.exists():
         raise ValueError(f"data.source: {str(source)!r} does not exist; give the folder with the data set.")
@@ -52,10 +55,10 @@ def check(job: TrainJob, search_path: Path) -> None:
 
 def check_program(program: str, search_path: Path) -> None:
     """Find the program's file and callable without importing them. `search_path` is the folder of the user's modules."""
-    place, _, attribute = program.rpartition(":")
+    module, _, attribute = program.rpartition(":")
     file = program_file(program, search_path)
     if file is None:
-        raise ValueError(f"program: {place!r} is not a module that can be found from {search_path}; check the name.")
+        raise ValueError(f"program: {module!r} is not a module that can be found from {search_path}; check the name.")
     if not file.is_file():
         raise ValueError(f"program: {str(file)!r} does not exist; give module:build or path/to/file.py:build.")
     if file.suffix != ".py":
@@ -75,8 +78,8 @@ def check_program(program: str, search_path: Path) -> None:
 
 def program_file(program: str, search_path: Path) -> Path | None:
     """The file that holds a program, found without importing it; None if there is no such module."""
-    place = program.rpartition(":")[0]
-    return Path(place) if place.endswith(".py") else _module_file(place, search_path)
+    file = program.rpartition(":")[0]
+    return Path(file) if file.endswith(".py") else _module_file(file, search_path)
 
 
 def _module_file(module: str, search_path: Path) -> Path | None:

@@ -53,11 +53,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tiers": {"local": "s3://x"}},
-        "tiers.local: 's3://x': is a URL; this version keeps checkpoints in directories: name a folder or a mount.",
+        "tiers.local: 's3://x': is a URL; name a folder or a mount.",
     ),
     (
         {"data": {"source": "s3://b/x"}},
-        "data.source: 's3://b/x': is a URL; this version stages from a directory: mount or copy the data and name the folder.",
+        "data.source: 's3://b/x': names no bucket ('b'); write s3://bucket/prefix.",
+    ),
+    (
+        {"data": {"source": "gs://bucket/x"}},
+        "data.source: 'gs://bucket/x': is a URL of another kind; give a directory or s3://bucket/prefix.",
+    ),
+    (
+        {"tiers": {"object": "s3://bucket/a/../b"}},
+        "tiers.object: 's3://bucket/a/../b': has an empty or dotted part in its prefix; write s3://bucket/prefix.",
+    ),
+    (
+        {"s3": {"endpoint_url": "http://me:secret@host"}},
+        "s3.endpoint_url: 'http://...@host': must be http(s)://host[:port], without a user or a path.",
     ),
     ({"data": "corpus"}, "data: 'corpus': must be a group of fields."),
     ({"config": [1]}, "config: [1]: must be a group of fields."),
