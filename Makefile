@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WORKERS ?= 2
 DATA := .everstep/data/digits/labels.npy
 
 .PHONY: train test test-all test-setup check bench clean
@@ -11,10 +12,10 @@ train: $(DATA)
 	@$(BIN)/python -m flows.train jobs/digits.yaml
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-all: $(READY)
-	EVERSTEP_ALL=1 $(BIN)/python -m pytest -p no:cacheprovider
+	EVERSTEP_ALL=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -p no:cacheprovider
 
 test-setup:  # system packages that some tests need; without them those tests say so and are skipped
 	apt-get update -qq
