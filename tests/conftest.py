@@ -1,0 +1,26 @@
+"""What tests of several rooms share."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+from rigs import proxy, seaweed
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory) -> Iterator[seaweed.Seaweed]:
+    """A real S3 server; `.endpoint`, `.env()`, `.bucket()` makes a fresh bucket, `.client()` is a boto3 client."""
+    server = seaweed.start(tmp_path_factory.mktemp("s3"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3_proxy(s3_server) -> Iterator[proxy.FaultProxy]:
+    """A fault proxy before the S3 server: `.endpoint`, `.plan(Fault("slow_down", "PUT", times=2))`, `.requests`."""
+    made = proxy.FaultProxy(s3_server.endpoint)
+    yield made
+    made.close()
