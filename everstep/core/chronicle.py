@@ -90,6 +90,12 @@ class Chronicle:
             return self.evaluated.evaluation
         return dict(newest.metrics) if newest else {}
 
+    @cached_property
+    def last_shown(self) -> str:
+        """The text that the program gave at the newest segment's end that still counts; empty if it gives none."""
+        results = [one for one in self.results if one.shown and not abandoned(Key(one.step, one.attempt), self.resumed)]
+        return max(results, key=lambda one: one.step).shown if results else ""
+
     @property
     def restarts(self) -> int:
         """How many attempts were begun after one that had failed."""

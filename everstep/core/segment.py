@@ -159,6 +159,7 @@ class SegmentResult(Versioned):
     tier: str = "local"
     time: float
     metrics: dict[str, float] = {}
+    shown: str = ""
     loss: float | None = None
 
 

@@ -4,14 +4,13 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.core.checkpoint import Key, State, candidates
 from everstep.core.errors import StoreUnavailable
 from everstep.core.segment import Outcome
-from everstep.host import history, outcome, runs
+from everstep.host import farewell, history, outcome, runs
 from everstep.report import text
 from everstep.store import atomic, checkpoint, faults, marks
 from everstep.store.layout import RunPlaces
@@ -129,15 +128,9 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     outcome.deliver(final)
     life.closed = True
     if status != "failed":
-        life.progress.say(_farewell(final, past.last_metrics))
+        for line in farewell.lines(final, past.last_metrics, past.last_shown, life.run.job, life.flow_run):
+            life.progress.say(line)
     return final
-
-
-def _farewell(final: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    if final["status"] == "stopped":
-        return f"stopped at step {final['step']}; run the same command to go on"
-    figures = "".join(f", {name} {value:.4g}" for name, value in sorted(metrics.items()))
-    return f"completed: step {final['step']}{figures}; report: {final['report']}"
 
 
 def committed_step(places: RunPlaces) -> int:

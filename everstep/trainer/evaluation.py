@@ -14,6 +14,7 @@ from everstep.trainer.failure import ProbeMismatch
 from everstep.trainer.program import Program, ProgramError
 
 MOST_SAMPLES = 16
+MOST_TEXT = 4000
 _PROBE = 0x70726F6265
 TOLERANCE = 1e-3
 TOLERANCE_HALF = 1e-2
@@ -42,6 +43,17 @@ def evaluate(program: Program) -> dict[str, float]:
         return {_name(name): float(value) for name, value in dict(found).items()}
     except (TypeError, ValueError) as error:
         raise ProgramError(f"evaluate: must return a dict of names to numbers, not {found!r}.") from error
+
+
+def shown(program: Program) -> str:
+    """The program's own text for people, cut at `MOST_TEXT` characters; empty if it has none."""
+    if program.show is None:
+        return ""
+    with aside(program.model):
+        text = program.show()
+    if not isinstance(text, str):
+        raise ProgramError(f"show: must return a string, not {text!r:.80}.")
+    return text[:MOST_TEXT].encode("utf-8", "replace").decode()
 
 
 class Probe:

@@ -228,8 +228,10 @@ def _report(t: Training) -> None:
 def _save(t: Training, *, must: bool, segment: int = 0) -> None:
     """Take a snapshot and hand it to the writer. At a segment's end the loss on the fixed batch goes with it."""
     probe: dict[str, Any] = {"loss": None, "dtype": "", "samples": 0}
+    shown = ""
     if segment:
         t.vitals.enter(Phase.eval)
+        shown = evaluation.shown(t.program)
         probe = t.probe.take()
     t.vitals.enter(Phase.save)
     t.vitals.last_snapshot = time.monotonic()
@@ -247,6 +249,7 @@ def _save(t: Training, *, must: bool, segment: int = 0) -> None:
             finished=t.finished,
             must=must,
             segment=segment,
+            shown=shown,
         )
     )
     t.saved_step = t.step

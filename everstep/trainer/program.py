@@ -28,8 +28,8 @@ class Program:
     `batch_size` is samples per optimizer step over all ranks; `grad_accumulation` splits it. `loss(batch)` returns the
     mean over the samples of a batch. `dataset` is map-style; in its place a program may bring its own `loader`, an
     iterable of this rank's batches with `state_dict` and `load_state_dict`. `evaluate` is called in eval mode without
-    gradients, on every rank; `done` after it, and ends the run early when it says True. `state` holds whatever else
-    must survive a restart, by name.
+    gradients, on every rank; `done` after it, and ends the run early when it says True. `show` is called at
+    each segment's end, after it, and gives a text for people. `state` holds whatever else must survive a restart, by name.
     """
 
     model: "nn.Module"
@@ -47,6 +47,7 @@ class Program:
     clip_norm: float | None = None
     evaluate: Callable[[], Mapping[str, float]] | None = None
     done: Callable[[], bool] | None = None
+    show: Callable[[], str] | None = None
     state: Mapping[str, Stateful] = field(default_factory=dict)
 
 
@@ -110,7 +111,7 @@ def _check_numbers(program: Program) -> None:
 
 
 def _check_helpers(program: Program) -> None:
-    for name in ("loss", "collate", "evaluate", "done"):
+    for name in ("loss", "collate", "evaluate", "done", "show"):
         value = getattr(program, name)
         if value is not None and not callable(value):
             raise ProgramError(f"{name}: {_kind(value)} cannot be called.")

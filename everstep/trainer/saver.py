@@ -176,6 +176,7 @@ class Saver:
             checkpoint=Key(snapshot.step, attempt).folder,
             time=time.time(),
             metrics=snapshot.metrics,
+            shown=snapshot.shown,
             loss=None if snapshot.loss is None else float(snapshot.loss),
         )
         path = self._target.places.result(snapshot.segment)

@@ -16,8 +16,8 @@ from everstep.trainer.program import Program
 class Snapshot:
     """What one rank hands to its writer. `state` shares no memory with the living state.
 
-    `finished`: the program said that it is done. `must`: training may not go on without it (segment end, stop, last step). `segment` is the number of the segment
-    that ends here, or 0.
+    `finished`: the program said that it is done. `must`: training may not go on without it (segment end, stop, last
+    step). `segment` is the number of the segment that ends here, or 0; `shown` the program's text at its end.
     """
 
     step: int
@@ -31,6 +31,7 @@ class Snapshot:
     finished: bool = False
     must: bool = False
     segment: int = 0
+    shown: str = ""
 
 
 def living(program: Program, rank: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from everstep.core.segment import Phase
-from everstep.trainer import failure, locate
+from everstep.trainer import evaluation, failure, locate
 from everstep.trainer.program import Program, ProgramError, as_program
 
 
@@ -166,3 +166,15 @@ def test_wrong_device(make_run):
     gang = make_run().run(device="cuda")
     assert gang.wait() == [2]
     assert "device: the job asks for cuda" in gang.end().cause.message
+
+
+def test_what_a_program_shows_is_text_and_disturbs_nothing():
+    program = as_program(good(show=lambda: f"{torch.rand(1).item() >= 0} \ud800 " + "x" * 9999))
+    before = torch.get_rng_state()
+    text = evaluation.shown(program)
+    assert text.startswith("True ? x")
+    assert len(text) == evaluation.MOST_TEXT
+    assert torch.equal(torch.get_rng_state(), before)
+    assert evaluation.shown(as_program(good())) == ""
+    with pytest.raises(ProgramError, match="show: must return a string, not 3"):
+        evaluation.shown(as_program(good(show=lambda: 3)))
