@@ -6,9 +6,13 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 DATA := .everstep/data/digits/labels.npy
 
-.PHONY: train test test-all test-setup check bench clean
+.PHONY: train train-digits test test-all test-setup check bench clean
 
-train: $(DATA)
+train: $(READY)
+	@$(BIN)/python -m everstep.programs.corpus .everstep/object/corpus
+	@$(BIN)/python -m flows.train jobs/stdlib.yaml
+
+train-digits: $(DATA)  # a few seconds of training, for a first look
 	@$(BIN)/python -m flows.train jobs/digits.yaml
 
 test: $(READY)
