@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from everstep.core.job import TrainJob as TrainJob
     from everstep.host.browse import open_run as open_run
+    from everstep.host.registry import rollback as rollback
     from everstep.store.checkpoint import verify_checkpoint as verify_checkpoint
     from everstep.store.tensors import weights_digest as weights_digest
     from everstep.trainer.checkpoint import load_checkpoint as load_checkpoint
@@ -12,12 +13,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "TrainJob": "everstep.core.job",
     "open_run": "everstep.host.browse",
+    "rollback": "everstep.host.registry",
     "load_checkpoint": "everstep.trainer.checkpoint",
     "verify_checkpoint": "everstep.store.checkpoint",
     "weights_digest": "everstep.store.tensors",
 }
 
-__all__ = ["TrainJob", "load_checkpoint", "open_run", "verify_checkpoint", "weights_digest"]
+__all__ = ["TrainJob", "load_checkpoint", "open_run", "rollback", "verify_checkpoint", "weights_digest"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from everstep.core.job import TrainJob
 from everstep.core.segment import SegmentResult
 from everstep.host.life import own_run
 from tasks.cancel import watching
+from tasks.promote import promote
 from tasks.server import LocalFlow
 from tasks.train import begin_attempt, decide, finish, keep, stage, train_segment, verify
 
@@ -37,6 +38,7 @@ def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
                     verify.submit(run, end)
                     keep(run)
                 decide(run, end)
+            promote(run, return_state=True)  # a promotion that fails is shown, and is no failed training
             return prefect.end(finish(run))
 
 

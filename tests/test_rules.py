@@ -46,7 +46,7 @@ def test_the_command_line_loads_nothing_heavy_before_it_listens_to_signals():
 def test_the_public_names():
     code = """
 import everstep
-assert everstep.__all__ == ["TrainJob", "load_checkpoint", "open_run", "verify_checkpoint", "weights_digest"]
+assert everstep.__all__ == ["TrainJob", "load_checkpoint", "open_run", "rollback", "verify_checkpoint", "weights_digest"]
 assert set(everstep.__all__) <= set(dir(everstep))
 for name in everstep.__all__:
     assert getattr(everstep, name).__name__ == name

@@ -26,11 +26,8 @@ QUICK_SECONDS = 2.0
 
 def completed(life: "Life") -> dict[str, Any]:
     """All steps are done: every copy lands, the last checkpoint is durable and proved, then it is written down."""
-    life.journal.record("flow.finalizing")
-    places = life.run.places
-    if places.object:
-        marks.promote(places, _good(places, "local")[:1])
-    if not _drain(life):
+    if not landed(life):
+        places = life.run.places
         raise StoreUnavailable(
             f"The steps are done, but the persistent tier {places.persistent} did not take the last checkpoint "
             f"within {life.run.job.limits.drain:.0f} s; mend the tier and run the same command to finish the copy."
@@ -38,6 +35,17 @@ def completed(life: "Life") -> dict[str, Any]:
     life.observer.look()
     life.keep()
     return _write_down(life, "completed", tracker_seconds=15.0)
+
+
+def landed(life: "Life") -> bool:
+    """All steps are done: whether every copy has landed within the job's limit. Waited for once."""
+    if life.all_landed is None:
+        life.journal.record("flow.finalizing")
+        places = life.run.places
+        if places.object:
+            marks.promote(places, good(places, "local")[:1])
+        life.all_landed = _drain(life)
+    return life.all_landed
 
 
 def stopped(life: "Life") -> dict[str, Any]:
@@ -87,9 +95,13 @@ def again(life: "Life") -> dict[str, Any]:
     """A finished run: nothing to do, the same line."""
     assert life.run.final is not None
     life.progress.say(f"run {life.run.record.run} is complete: nothing is left to train")
-    life.tracker.replay(5.0)
-    outcome.deliver(life.run.final)
-    return life.run.final
+    life.tracker.replay(15.0)
+    final = life.run.final
+    if life.tracker.promotion is not None:  # it had to wait for MLflow when the run ended
+        final = final | {"promotion": life.tracker.promotion.model_dump(mode="json")}
+        atomic.write(life.run.places.final, (json.dumps(final) + "\n").encode())
+    outcome.deliver(final)
+    return final
 
 
 def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, Any]:
@@ -99,6 +111,7 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     durable = newest_on(places, "persistent")
     life.tracker.finish(status, durable)
     life.tracker.close(tracker_seconds)
+    promoted = life.tracker.promotion or life.promotion
     life.journal.record("flow.ended", step=step, status=status)
     past = history.read(places)
     spent = past.account(time.time())
@@ -116,6 +129,7 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
         "ettr": round(spent.ettr, 4),
         "buckets": {bucket.value: round(seconds, 3) for bucket, seconds in spent.buckets.items()},
         "mlflow_run": life.tracker.run_id,
+        "promotion": promoted.model_dump(mode="json") if promoted else None,
         "report": str(places.report),
         "metrics": {name: value if math.isfinite(value) else repr(value) for name, value in past.last_metrics.items()},
         "finished_early": bool(life.end and life.end.finished_early),
@@ -135,7 +149,7 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
 
 def committed_step(places: RunPlaces) -> int:
     """The newest committed step that may be resumed from, as far as is known; 0 if there is none."""
-    return max((key.step for tier in places.tiers for key in _good(places, tier)), default=0)
+    return max((key.step for tier in places.tiers for key in good(places, tier)), default=0)
 
 
 def proven_step(places: RunPlaces) -> int:
@@ -144,7 +158,7 @@ def proven_step(places: RunPlaces) -> int:
     proven = (
         key.step
         for tier in places.tiers
-        for key in _good(places, tier)
+        for key in good(places, tier)
         if State.verified in states.get((key.folder, tier), set())
     )
     return max(proven, default=0)
@@ -152,7 +166,7 @@ def proven_step(places: RunPlaces) -> int:
 
 def newest_on(places: RunPlaces, tier: str) -> Path | None:
     """The newest good checkpoint's folder on a tier."""
-    key = max(_good(places, tier), default=None)
+    key = max(good(places, tier), default=None)
     return places.checkpoint(tier, key) if key else None
 
 
@@ -165,7 +179,8 @@ def quarantined(places: RunPlaces) -> list[Path]:
     ]
 
 
-def _good(places: RunPlaces, tier: str) -> list[Key]:
+def good(places: RunPlaces, tier: str) -> list[Key]:
+    """The committed checkpoints of a tier that may be resumed from, as far as is known, newest first."""
     keys, _ = checkpoint.find(places.checkpoints(tier))
     states = marks.states(places)
     resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}

@@ -15,10 +15,11 @@ from everstep.core.checkpoint import State as CheckpointState
 from everstep.core.errors import Damaged, Fenced, StoreUnavailable, TrainingFailed
 from everstep.core.health import Severity
 from everstep.core.job import TrainJob
+from everstep.core.promotion import Promotion
 from everstep.core.recovery import Decision, History, Next, Past
 from everstep.core.recovery import decide as judge
 from everstep.core.segment import AttemptEnd, Cause, CauseKind, Heartbeat, Outcome, SegmentResult
-from everstep.host import closing, code, jobs, process, resume, retention, runs, staging
+from everstep.host import closing, code, jobs, process, promotion, resume, retention, runs, staging
 from everstep.host.journal import Journal
 from everstep.host.observer import Observer
 from everstep.host.progress import Progress
@@ -67,6 +68,8 @@ class Life:
     decision: Decision | None = None
     end: AttemptEnd | None = None
     closed: bool = False
+    all_landed: bool | None = None
+    promotion: Promotion | None = None
     reading: str = ""  # the checkpoint that the ranks may still be loading
     keeping: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,6 +93,7 @@ class Life:
     def landed(self, key: Key, uri: str) -> None:
         """A newer checkpoint is durable: MLflow hears of it, and older ones may go, also in a long segment."""
         self.tracker.checkpoint(uri, key.step)
+        self.tracker.propose(promotion.candidate(self.run, key))
         self.keep()
 
 

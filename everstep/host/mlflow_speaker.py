@@ -39,7 +39,7 @@ class Speaker:
         self._uri = uri
         self._subject = subject
         self._tail = tail
-        self._client: Any = None
+        self.client: Any = None
         self._run_id: str | None = None
         self._step = -1
         self._status: str | None = None
@@ -47,12 +47,12 @@ class Speaker:
     def attach(self) -> str:
         """MLflow's id of the run; found or made, if it is not known since the last failure."""
         if self._run_id is None:
-            self._client = self._client or mlflow_run.connect(self._uri)
+            self.client = self.client or mlflow_run.connect(self._uri)
             subject = self._subject
-            found = mlflow_run.find(self._client, subject.job, subject.run)
+            found = mlflow_run.find(self.client, subject.job, subject.run)
             self.hint = self.hint or hint_in(found)
-            found = found or mlflow_run.create(self._client, subject.job, subject.run, subject.tags)
-            mlflow_run.log_params(self._client, found, subject.config)
+            found = found or mlflow_run.create(self.client, subject.job, subject.run, subject.tags)
+            mlflow_run.log_params(self.client, found, subject.config)
             self._step = mlflow_run.newest_step(found)
             self._status = found.info.status
             self._tail.rewind()
@@ -65,11 +65,11 @@ class Speaker:
         for rows in self._tail.batches(METRICS_AT_ONCE, lambda row: len(list(mlflow_run.figures(row))), self._is_news):
             if over():
                 return
-            mlflow_run.log_rows(self._client, run_id, rows, METRICS_AT_ONCE)
+            mlflow_run.log_rows(self.client, run_id, rows, METRICS_AT_ONCE)
         if tags and not over():
-            mlflow_run.log_tags(self._client, run_id, tags)
+            mlflow_run.log_tags(self.client, run_id, tags)
         if status and status != self._status and not over():
-            mlflow_run.say_status(self._client, run_id, status)
+            mlflow_run.say_status(self.client, run_id, status)
             self._status = status
 
     def forget(self) -> None:

@@ -1,5 +1,7 @@
 """Removes checkpoints that are no longer needed, on every tier. What may go is judged by `core.checkpoint.removable`.
 
+On the object tier the uploader does it, for the flow must not wait for a store: here is said which ones may go.
+
 Deleted is only what this run wrote: a real folder with a checkpoint's name and a sealed manifest of this run, or a torn
 folder (never committed) of an attempt that a newer one has replaced. A folder is renamed to a dot-name first, so that
 one that is half deleted is never taken for a checkpoint. Symbolic links are never followed.
@@ -10,9 +12,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from everstep.core.checkpoint import Kept, Key, Manifest, State, removable
+from everstep.core.checkpoint import Kept, Key, Manifest, State, abandoned, removable
 from everstep.core.errors import Damaged
 from everstep.core.job import Best
 from everstep.host.backlog import pending
@@ -35,7 +38,7 @@ def apply(
     busy = {*in_use, *(key.folder for key in marks.copying(places))}
     waiting = set(pending(places, resumed, keep))
     going: list[tuple[str, Key]] = []
-    for tier in places.tiers:
+    for tier in ("local", "persistent"):
         _finish_removals(places.checkpoints(tier))
         kept = _kept(places, tier, best, busy, waiting)
         going += [(tier, key) for key in removable(kept, keep, resumed, best.mode if best else "min")]
@@ -49,11 +52,28 @@ def apply(
     return [(tier, key.folder, _remove(places, tier, key)) for tier, key in going]
 
 
+def removable_far(places: RunPlaces, keep: int, best: Best | None, resumed: Mapping[int, int]) -> list[Key]:
+    """The checkpoints that may go from the object tier, by its mirror.
+
+    Those that were asked for there stay for good. One that is committed there counts as good, for that is the rule of
+    its commit; and the newest that was read back from there stays besides.
+    """
+    pinned = set(marks.promotions(places))
+    kept = _kept(places, "object", best, set(), set())
+    proven = max((one.key for one in kept if one.verified and not abandoned(one.key, resumed)), default=None)
+    known = marks.states(places)
+    tier = [
+        replace(one, pinned=one.key in pinned, verified=State.durable in known.get((one.key.folder, "object"), set()))
+        for one in kept
+    ]
+    return [key for key in removable(tier, keep, resumed, best.mode if best else "min") if key != proven]
+
+
 def torn(places: RunPlaces) -> list[tuple[str, Key]]:
     """Folders that were begun and never committed, by tier; not those that a copier may still complete."""
     found = []
     sources: set[Key] = set()
-    for tier in places.tiers:
+    for tier in ("local", "persistent"):
         committed, unfinished = checkpoint.find(places.checkpoints(tier))
         found += [(tier, key) for key in unfinished if key not in sources]
         sources |= set(committed)
@@ -62,7 +82,7 @@ def torn(places: RunPlaces) -> list[tuple[str, Key]]:
 
 def _kept(places: RunPlaces, tier: str, best: Best | None, busy: set[str], waiting: set[Key]) -> list[Kept]:
     """The tier's checkpoints that are certainly this run's own."""
-    known = marks.states(places)
+    known, pinned = marks.states(places), marks.pinned(places)
     found = []
     for key in checkpoint.find(places.checkpoints(tier))[0]:
         manifest = _own_manifest(places, tier, key)
@@ -75,6 +95,7 @@ def _kept(places: RunPlaces, tier: str, best: Best | None, busy: set[str], waiti
                 verified=State.verified in states,
                 quarantined=State.quarantined in states,
                 in_use=key.folder in busy,
+                pinned=key.folder in pinned,
                 copied=tier != "local" or key not in waiting,
                 metric=_metric(manifest, best),
             )

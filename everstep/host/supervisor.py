@@ -19,6 +19,7 @@ from everstep.core.checkpoint import AttemptClaim, RunRecord
 from everstep.core.errors import Fenced, StoreUnavailable
 from everstep.core.health import Severity
 from everstep.core.job import TrainJob
+from everstep.core.place import is_object
 from everstep.core.segment import AttemptEnd, AttemptSpec, SegmentResult
 from everstep.host import gang, process, warden
 from everstep.host.attempt import Attempt
@@ -29,6 +30,7 @@ from everstep.host.leasing import LeaseKeeper
 from everstep.host.process import Process
 from everstep.host.watch import Watch, newest_claim
 from everstep.store.layout import RunPlaces
+from everstep.store.s3_access import Access
 
 __all__ = ["Supervisor", "Watch"]
 
@@ -55,6 +57,7 @@ class Supervisor:
         *,
         command: Sequence[str] = gang.COMMAND,
         copier: Sequence[str] = COPIER,
+        access: Access | None = None,
     ) -> None:
         self.last_end: AttemptEnd | None = None
         self.token = f"{process.token(run)}/{secrets.token_hex(4)}"
@@ -71,10 +74,12 @@ class Supervisor:
         self._standby: Gang | None = None
         self._standby_wanted = False
         self._stopped_at: float | None = None
-        line = self._copier_spec().model_dump_json().encode() + b"\n"
-        log = self._logs / "copier.log"
         self._warden: Process | None = None
-        self._copier = Keeper(copier, line, self._environment(), f"{self.token}/copier", log, watch.record, clock)
+        self._copier = self._keeper(copier, "copier", self._copier_spec())
+        self._uploader: Keeper | None = None
+        if places.object:
+            more = {"object_uri": _absolute(places.object), "access": access.to_dict() if access else None}
+            self._uploader = self._keeper(copier, "uploader", self._copier_spec().model_copy(update=more))
 
     def prepare(self) -> None:
         """Start the first ranks ahead of time: they import what they need and wait for `start`."""
@@ -97,7 +102,8 @@ class Supervisor:
         )
         self._standby_wanted = self._job.standby
         self._gang.go(self._spec(claim, restore), lambda rank: self._places.log(claim.attempt, rank))
-        self._copier.start()
+        for keeper in self._keepers:
+            keeper.start()
         self._watch.record("attempt.started", step=claim.resumed_from, pids=[one.pid for one in self._gang.ranks])
 
     def run_segment(self) -> SegmentResult | AttemptEnd:
@@ -109,7 +115,8 @@ class Supervisor:
         attempt = self._running()
         try:
             while (news := attempt.tick()) is None:
-                self._copier.tend()
+                for keeper in self._keepers:
+                    keeper.tend()
                 self._keep_standby(attempt)
         except BaseException as error:
             self.stop(f"the flow was stopped ({type(error).__name__})")
@@ -130,15 +137,27 @@ class Supervisor:
             return attempt.end
 
     def settle(self) -> bool:
-        """Stop what trains; then let the copier finish in what is left of the job's grace. Whether it did."""
+        """Stop what trains; then let the copiers finish in what is left of the job's grace.
+
+        Whether all is durable; the object tier may come later.
+        """
         if self._attempt is not None and self._attempt.end is None:
             self.stop("the flow was stopped")
         began = self._clock() if self._stopped_at is None else self._stopped_at
-        return self._copier.drain(began + self._job.grace_seconds - self._clock())
+        drained = self.drain(began + self._job.grace_seconds - self._clock())
+        self.drain_object(began + self._job.grace_seconds - self._clock())
+        return drained
 
     def drain(self, deadline_seconds: float) -> bool:
-        """Let the copier finish what is pending; whether it did."""
+        """Let what is pending become durable on the persistent tier; whether it did."""
         return self._copier.drain(deadline_seconds)
+
+    def drain_object(self, deadline_seconds: float) -> bool:
+        """Let what is pending come to the object tier; whether it did. True without one."""
+        if self._uploader is None:
+            return True
+        self._uploader.start()
+        return self._uploader.drain(deadline_seconds)
 
     def close(self) -> None:
         """Stop what still runs. Afterwards no process that this supervisor ever started is left on this machine."""
@@ -151,11 +170,16 @@ class Supervisor:
                     if one is not None:
                         one.dismiss()
                 self._gang = self._standby = None
-                self._copier.stop()
+                for keeper in self._keepers:
+                    keeper.stop()
                 process.sweep(self.token, 0.0)
                 if self._warden is not None:
                     self._warden.close()
                     self._warden = None
+
+    def described(self, claim: AttemptClaim, restore: Path) -> tuple[AttemptSpec, dict[str, str]]:
+        """What a rank would be told of this checkpoint, and its environment: for who looks at it after the training."""
+        return self._spec(claim, restore), self._environment()
 
     def _running(self) -> Attempt:
         if self._attempt is None:
@@ -217,6 +241,17 @@ class Supervisor:
     def _logs(self) -> Path:
         return self._places.log(1, 0).parent
 
+    @property
+    def _keepers(self) -> list[Keeper]:
+        return [self._copier, *([self._uploader] if self._uploader else [])]
+
+    def _keeper(self, command: Sequence[str], name: str, spec: CopierSpec) -> Keeper:
+        line = spec.model_dump_json().encode() + b"\n"
+        log = self._logs / f"{name}.log"
+        return Keeper(
+            command, line, self._environment(), f"{self.token}/{name}", log, self._watch.record, self._clock, name
+        )
+
     def _copier_spec(self) -> CopierSpec:
         places = self._places
         return CopierSpec(
@@ -224,8 +259,8 @@ class Supervisor:
             run=self._run.run,
             run_dir=str(places.persistent.absolute()),
             local_dir=str(places.local.absolute()),
-            object_dir=str(places.object.absolute()) if places.object else None,
             keep=self._job.checkpoint.keep,
+            best=self._job.checkpoint.best,
             parent_pid=os.getpid(),
         )
 
@@ -260,6 +295,10 @@ class Supervisor:
             code_version=self._run.code_version,
             parent_pid=os.getpid(),
         )
+
+
+def _absolute(place: str) -> str:
+    return place if is_object(place) else str(Path(place).absolute())
 
 
 def _search_path(program: str) -> str:

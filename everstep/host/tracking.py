@@ -2,11 +2,12 @@
 
 MLflow is the index that people browse, never a condition of training. Everything that talks to it lives in one thread.
 Metrics are read from `metrics.jsonl`, which is their spool; how far MLflow has them is asked of MLflow itself after every
-start and every failure, so no step is logged twice. Tags and status are wishes: the latest of each is kept until
-delivered, and rests in `tracking.json` of the run directory while MLflow is away.
+start and every failure, so no step is logged twice. Tags, status and promotions are wishes: the latest of each is kept
+until delivered, and rests in `tracking.json` of the run directory while MLflow is away.
 """
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,15 +16,19 @@ from typing import Self
 
 from everstep.core.checkpoint import Key
 from everstep.core.errors import Damaged
+from everstep.core.promotion import Candidate, Promotion, Wish
 from everstep.core.record import Versioned
-from everstep.host import mlflow_run
-from everstep.host.mlflow_speaker import Hint, Speaker, Subject, hint_in
+from everstep.host.mlflow_speaker import Hint, Speaker, Subject
+from everstep.host.promoter import Gone, Promoter
+from everstep.host.registry_turn import Busy
 from everstep.host.runs import Run
 from everstep.host.tail import Tail
 from everstep.store import atomic
 
 LOOK_SECONDS = 1.0
 LONGEST_WAIT = 30.0
+AWAY_SECONDS = 15.0
+"""How long the end of a run waits for a promotion while MLflow does not answer. After that it is left to the next flow run."""
 ENDS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -32,12 +37,15 @@ class Wishes(Versioned):
 
     tags: dict[str, str] = {}
     status: str | None = None
+    candidate: Wish | None = None
+    release: Wish | None = None
 
 
 class Tracker:
     """Tells MLflow about one run. No method raises because of MLflow, and none waits for it without a deadline.
 
-    `run_id` is MLflow's id of the run once it is known. `notice(kind, text)` hears `tracking.away` and `tracking.back`.
+    `run_id` is MLflow's id of the run once it is known, `promotion` what became of the last `promote`. `notice(kind, text)`
+    hears `tracking.away` and `tracking.back`, and with more data the kinds that begin with `promotion`.
     """
 
     def __init__(
@@ -45,17 +53,23 @@ class Tracker:
         uri: str,
         subject: Subject,
         metrics: Path,
-        notice: Callable[[str, str], None] = lambda _kind, _text: None,
+        notice: Callable[..., None] = lambda _kind, _text, **_: None,
         *,
+        promoter: Promoter | None = None,
         look_seconds: float = LOOK_SECONDS,
         longest_wait: float = LONGEST_WAIT,
     ) -> None:
         self.run_id: str | None = None
+        self.promotion: Promotion | None = None
         self._speaker = Speaker(uri, subject, Tail(metrics))
         self._file = metrics.with_name("tracking.json")
         self._metrics = metrics
         self._patience = 0.0
         self._notice = notice
+        self._promoter = promoter
+        self._trouble: Exception | None = None  # why the newest try to tell MLflow failed; None if it did not
+        self._promotion_failures = 0
+        self._promote_again_at = 0.0
         self._look_seconds = look_seconds
         self._longest_wait = longest_wait
         self._changed = threading.Condition()
@@ -83,7 +97,13 @@ class Tracker:
             {f"everstep.{name}": value for name, value in facts.items()},
             {"config": run.record.config, "seed": run.record.seed},
         )
-        return cls(run.job.tracking.uri, subject, run.places.metrics, lambda kind, text: record(kind, text=text))
+        return cls(
+            run.job.tracking.uri,
+            subject,
+            run.places.metrics,
+            lambda kind, text, **data: record(kind, text=text, **data),
+            promoter=Promoter(run.places),
+        )
 
     def start(self, *, at_once: bool = True) -> None:
         """Begin to talk: the run is running now. Not `at_once` is after the first step: importing MLflow takes seconds
@@ -101,8 +121,29 @@ class Tracker:
         """A newer checkpoint is durable."""
         self._wish({"everstep.checkpoint": uri, "everstep.checkpoint_step": str(step)})
 
-    def tag(self, tags: Mapping[str, str]) -> None:
-        self._wish(tags)
+    def propose(self, one: Candidate | None) -> None:
+        """A checkpoint is to be registered as candidate. Of several the newest counts."""
+        if one is not None and self._promoter is not None:
+            with self._changed:
+                self._wishes = self._wishes.model_copy(update={"candidate": Wish(candidate=one)})
+
+    def promote(self, wish: Wish, deadline_seconds: float) -> Promotion:
+        """Register a checkpoint, and release it if that is wished; what became of it.
+
+        `waiting` if MLflow was not told by the deadline, or did not answer for `AWAY_SECONDS`: it stays wished.
+        """
+        began = time.monotonic()
+        with self._changed:
+            self.promotion = None
+            self._wishes = self._wishes.model_copy(update={"candidate": None, "release": wish})
+            self._promote_again_at = 0.0
+            while self.promotion is None and self._thread.is_alive() and not self._over:
+                away = self._trouble is not None and not isinstance(self._trouble, Busy)
+                left = began + min(deadline_seconds, AWAY_SECONDS if away else deadline_seconds) - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, 0.5))
+            return self.promotion or self._postponed(wish)
 
     def finish(self, status: str, durable: Path | None) -> None:
         """The run is `completed`, `stopped` or `failed`, with its newest durable checkpoint."""
@@ -145,7 +186,7 @@ class Tracker:
     def _wish(self, tags: Mapping[str, str] | None = None, status: str | None = None) -> None:
         with self._changed:
             merged = {**self._wishes.tags, **(tags or {})}
-            self._wishes = Wishes(tags=merged, status=status or self._wishes.status)
+            self._wishes = self._wishes.model_copy(update={"tags": merged, "status": status or self._wishes.status})
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -181,6 +222,8 @@ class Tracker:
             wishes = self._wishes
             self._changed.notify_all()
         self._speaker.tell(wishes.tags, wishes.status, lambda: self._over)
+        self._trouble = None
+        self._fulfil(found)
         with self._changed:
             self._wishes = _without(self._wishes, wishes)
             done = self._wishes == Wishes()
@@ -190,11 +233,54 @@ class Tracker:
             self._over = self._over or self._complete
             self._changed.notify_all()
 
+    def _fulfil(self, run_id: str) -> None:
+        """Promotions, the proposal first. Their failures hold up no metrics: they are tried again by a clock of their own."""
+        if self._promoter is None or time.monotonic() < self._promote_again_at:
+            return
+        for name, wish in (("candidate", self._wishes.candidate), ("release", self._wishes.release)):
+            if wish is None or self._over:
+                continue
+            try:
+                done: Promotion | None = self._promoter.fulfil(self._speaker.client, run_id, wish)
+            except Gone as error:
+                done = _gone(wish, str(error)) if name == "release" else None
+            except Exception as error:  # noqa: BLE001 - the edge of the thread, as in _run
+                self._fulfil_later(error)
+                return
+            self._promotion_failures = 0
+            self._fulfilled(name, wish, done)
+
+    def _fulfilled(self, name: str, wish: Wish, done: Promotion | None) -> None:
+        if done is not None:
+            data = done.model_dump(mode="json", exclude={"status", "step", "reason"})
+            kind = "released" if done.status == "production" else done.status
+            self._notice(f"promotion.{kind}", done.reason, step=done.step, **data)
+        with self._changed:
+            if getattr(self._wishes, name) == wish:
+                self._wishes = self._wishes.model_copy(update={name: None})
+                self.promotion = done if name == "release" else self.promotion
+            self._changed.notify_all()
+
+    def _fulfil_later(self, error: Exception) -> None:
+        self._promotion_failures += 1
+        longest = self._longest_wait if not self._closing else 0.5
+        pause = random.uniform(0.5, 1.0) * min(longest, 0.25 * 2.0 ** min(self._promotion_failures, 12))  # noqa: S311
+        self._promote_again_at = time.monotonic() + pause
+        self._trouble = error
+        if self._promotion_failures == 1:
+            self._notice("promotion.waiting", _in_words(error))
+
+    def _postponed(self, wish: Wish) -> Promotion:
+        one = wish.candidate
+        why = f"MLflow could not be told of it ({_in_words(self._trouble)})" if self._trouble else "MLflow is slow"
+        reason = f"{why}; run the same command again to finish it."
+        return Promotion(status="waiting", checkpoint=one.checkpoint, step=one.step, reason=reason)
+
     def _away(self, error: Exception, *, first: bool) -> None:
+        self._trouble = error
         self._speaker.forget()
         if first:
-            words = str(error).splitlines()
-            self._notice("tracking.away", f"{type(error).__name__}: {words[0] if words else ''}"[:500])
+            self._notice("tracking.away", _in_words(error))
         with self._changed:
             if not self._over:
                 self._keep_wishes()
@@ -215,23 +301,15 @@ class Tracker:
             self._changed.wait_for(lambda: self._over or self._closing != closing, seconds)
 
 
-def ask(uri: str, job: str, run: str, deadline_seconds: float) -> Hint | None:
-    """What MLflow says is the newest durable checkpoint of a run; None when it does not know or answer in time."""
-    file = mlflow_run.sqlite_file(uri)
-    if file is not None and not file.exists():
-        return None
-    answer: list[Hint | None] = []
+def _in_words(error: Exception | None) -> str:
+    """The first line of an error, without a password that a URL in it may hold."""
+    words = str(error).splitlines()
+    return re.sub("//[^/@]*@", "//...@", f"{type(error).__name__}: {words[0] if words else ''}")[:500]
 
-    def look() -> None:
-        try:
-            answer.append(hint_in(mlflow_run.find(mlflow_run.connect(uri), job, run)))
-        except Exception:  # noqa: BLE001 - the edge of the thread: no answer is an answer here
-            answer.append(None)
 
-    thread = threading.Thread(target=look, name="everstep-ask-mlflow", daemon=True)
-    thread.start()
-    thread.join(deadline_seconds)
-    return answer[0] if answer else None
+def _gone(wish: Wish, why: str) -> Promotion:
+    one = wish.candidate
+    return Promotion(status="refused", checkpoint=one.checkpoint, step=one.step, reason=why)
 
 
 def _left_over(file: Path) -> Wishes:
@@ -244,4 +322,5 @@ def _left_over(file: Path) -> Wishes:
 
 def _without(wishes: Wishes, told: Wishes) -> Wishes:
     tags = {key: value for key, value in wishes.tags.items() if told.tags.get(key) != value}
-    return Wishes(tags=tags, status=None if wishes.status == told.status else wishes.status)
+    status = None if wishes.status == told.status else wishes.status
+    return wishes.model_copy(update={"tags": tags, "status": status})

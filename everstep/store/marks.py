@@ -96,18 +96,21 @@ def forget(places: RunPlaces, folder: str, tier: str) -> None:
         places.mark(folder, tier, state.value).unlink(missing_ok=True)
 
 
-def advertise(places: RunPlaces, keys: Iterable[Key]) -> None:
-    """Say which checkpoints are being copied, so that retention leaves them. Not synced: it binds living processes."""
-    atomic.write(_copying(places), json.dumps([key.folder for key in keys]).encode(), sync=False)
+def advertise(places: RunPlaces, keys: Iterable[Key], file: str = "copying.json") -> None:
+    """Say which checkpoints are being copied, so that retention leaves them. Not synced: it binds living processes.
+
+    Each kind of copier has a `file` of its own.
+    """
+    atomic.write(places.persistent / file, json.dumps([key.folder for key in keys]).encode(), sync=False)
 
 
 def copying(places: RunPlaces) -> set[Key]:
-    """The checkpoints that a copier says it is copying; what a dead one left is cleared by the next."""
-    return set(_keys(_copying(places)))
+    """The checkpoints that copiers say they are copying; what a dead one left is cleared by the next."""
+    return {key for file in ("copying.json", "copying-object.json") for key in _keys(places.persistent / file)}
 
 
 def promote(places: RunPlaces, keys: Iterable[Key]) -> None:
-    """Ask the copier to bring these checkpoints to the object tier too, besides those asked for before."""
+    """Ask for these checkpoints on the object tier, besides those asked for before; there they are kept for good."""
     wanted = sorted({*promotions(places), *keys})
     atomic.write(_promote(places), json.dumps([key.folder for key in wanted]).encode())
 
@@ -115,6 +118,17 @@ def promote(places: RunPlaces, keys: Iterable[Key]) -> None:
 def promotions(places: RunPlaces) -> list[Key]:
     """The checkpoints that were asked to be brought to the object tier, oldest first."""
     return sorted(_keys(_promote(places)))
+
+
+def pin(places: RunPlaces, folder: str) -> None:
+    """Keep a checkpoint, whatever retention allows: it was to go into production."""
+    if folder not in (known := pinned(places)):
+        atomic.write(_pinned(places), json.dumps(sorted({*known, folder})).encode())
+
+
+def pinned(places: RunPlaces) -> set[str]:
+    """The folders that retention leaves alone."""
+    return {key.folder for key in _keys(_pinned(places))}
 
 
 def _put(places: RunPlaces, folder: str, tier: str, state: State, digest: str, why: str = "") -> None:
@@ -126,8 +140,8 @@ def _folder(places: RunPlaces) -> Path:
     return places.mark("x", "x", "x").parent
 
 
-def _copying(places: RunPlaces) -> Path:
-    return places.persistent / "copying.json"
+def _pinned(places: RunPlaces) -> Path:
+    return places.persistent / "pinned.json"
 
 
 def _promote(places: RunPlaces) -> Path:
