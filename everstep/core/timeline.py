@@ -102,13 +102,19 @@ def account(line: Sequence[Stretch]) -> Account:
 
 def costs(line: Iterable[Stretch]) -> dict[int, float]:
     """Seconds that the end of each attempt cost: work thrown away, then detect, recover and restore until training."""
-    spent: dict[int, float] = {}
+    return {attempt: sum(parts.values()) for attempt, parts in cost_parts(line).items()}
+
+
+def cost_parts(line: Iterable[Stretch]) -> dict[int, dict[Bucket, float]]:
+    """What the end of each attempt cost, by bucket."""
+    spent: dict[int, dict[Bucket, float]] = {}
     trained = 0
     for piece in line:
         if piece.bucket in (Bucket.productive, Bucket.lost_work):
             trained = piece.attempt
         if piece.bucket is Bucket.lost_work or (piece.bucket in _COSTLY and trained):
-            spent[trained] = spent.get(trained, 0.0) + piece.seconds
+            parts = spent.setdefault(trained, {})
+            parts[piece.bucket] = parts.get(piece.bucket, 0.0) + piece.seconds
     return spent
 
 

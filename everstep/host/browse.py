@@ -8,6 +8,7 @@ from typing import Any
 
 from everstep.core.chronicle import Chronicle, Held
 from everstep.core.ledger import Event
+from everstep.core.words import size
 from everstep.host import history, runs
 from everstep.report import text
 from everstep.store.layout import RunPlaces
@@ -33,6 +34,7 @@ class RunView:
     """What is known of a run, read when the view was opened; open the run again for news."""
 
     def __init__(self, places: RunPlaces) -> None:
+        self.places = places
         self.run_dir = places.persistent
         self.chronicle: Chronicle = history.read(places)
         self.result: dict[str, Any] | None = runs.final_line(places)
@@ -85,7 +87,7 @@ class RunView:
                 one.key.folder,
                 one.tier,
                 "not committed" if one.torn else one.state.value,
-                text.size(one.bytes),
+                size(one.bytes),
                 one.reason,
             )
             for one in self.checkpoints[-LISTED:]
@@ -103,4 +105,4 @@ def _places(folder: Path) -> RunPlaces:
         owner = {}
     tiers = owner.get("tiers", {}) if isinstance(owner, dict) else {}
     local, far = tiers.get("local"), tiers.get("object")
-    return RunPlaces(folder, Path(local) if local else folder / ".no-local-tier", Path(far) if far else None)
+    return RunPlaces(folder, Path(local) if local else folder / ".no-local-tier", str(far) if far else None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from everstep.core.segment import Heartbeat, Lease, Phase
+from everstep.core.words import duration
 
 QUIET_SECONDS = 10.0
 """Without a terminal a line is printed at most so often."""
@@ -100,18 +101,6 @@ def line(beat: Heartbeat, steps: int, durable_step: int) -> str:
         parts.append(f"{duration((steps - beat.step) * beat.step_seconds)} left")
     parts.append(f"durable: step {durable_step}" if durable_step else "durable: none yet")
     return " | ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """A length of time as people say it: 8 s, 3 min 20 s, 2 h 05 min, 3 d 4 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def _columns(out: TextIO) -> int:

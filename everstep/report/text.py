@@ -7,6 +7,7 @@ from typing import Any
 from everstep.core.checkpoint import State
 from everstep.core.chronicle import AttemptStory, Chronicle, Held
 from everstep.core.timeline import Account, Bucket
+from everstep.core.words import duration, first_line, size
 
 WIDTH = 100
 BAR = 28
@@ -154,33 +155,9 @@ def _set_aside(held: Iterable[Held]) -> list[str]:
     return lines
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the two largest units that fit: 12.3 s, 4 min 10 s, 3 h 5 min, 2 d 7 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    for unit, length, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= length:
-            return f"{whole // length} {unit} {whole % length // part} {smaller}"
-    return f"{whole} s"
-
-
-def size(count: int) -> str:
-    """Bytes in a decimal unit; empty where nothing is known."""
-    if not count:
-        return ""
-    value, unit = float(count), "B"
-    for bigger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, bigger
-    return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
-
-
 def _line(text: str) -> str:
     """A cause may be a program's own words, over many lines; the log has them all."""
-    first = text.splitlines()[0] if text else ""
-    return first if len(first) <= WIDTH else first[: WIDTH - 3] + "..."
+    return first_line(text, WIDTH)
 
 
 def _title(text: str, older: int = 0) -> list[str]:

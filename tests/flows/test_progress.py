@@ -7,10 +7,8 @@ import struct
 from fcntl import ioctl
 from termios import TIOCSWINSZ
 
-import pytest
-
 from everstep.core.segment import Heartbeat, Lease, Phase
-from everstep.host.progress import Progress, duration, line
+from everstep.host.progress import Progress, line
 
 BEAT = Heartbeat(
     attempt=1, rank=0, pid=1, time=0.0, phase=Phase.train, step=120, progress=1, loss=0.25, step_seconds=0.5,
@@ -25,13 +23,6 @@ def test_the_line_says_all_that_is_asked():
     )
     assert line(starting, 900, 0) == "step 0/900 | starting | durable: none yet"
     assert "left" not in line(BEAT.model_copy(update={"step": 900}), 900, 900)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(7.6, "8 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (273600, "3 d 4 h")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_it_fits_a_narrow_terminal_and_is_wiped_before_other_lines():

@@ -1,13 +1,11 @@
 """The page for the engineer on call."""
 
-import pytest
-
 from everstep.core.checkpoint import AttemptClaim, Key, RunRecord, State
 from everstep.core.chronicle import Chronicle, Held, Row
 from everstep.core.ledger import Event
 from everstep.core.segment import SegmentResult
 from everstep.core.timeline import Bucket, Cut
-from everstep.report.text import WIDTH, duration, render, size
+from everstep.report.text import WIDTH, render
 
 B = Bucket
 TIMES = [
@@ -92,7 +90,7 @@ status       completed at step 400
 program      everstep.programs.digits:build
 began        2026-09-21 14:13:20 UTC
 lasted       7 min 45 s
-restarts     1, which cost 50.6 s
+restarts     1, which cost 51 s
 speed        64.0 samples/s while training
 evaluation   accuracy 0.9743
 
@@ -117,7 +115,7 @@ Attempts
   1   0          247      failed  50.6 s  rank 0 was killed by signal 9 -> restart
   2   200        400      done    -
 
-  Cost = work thrown away, then the time until training went on; 50.6 s in all.
+  Cost = work thrown away, then the time until training went on; 51 s in all.
 
 Checkpoints
 -----------
@@ -164,27 +162,3 @@ def test_long_lists_show_the_newest_and_count_the_rest() -> None:
     assert "Attempts (the newest; 88 older ones are not listed)" in page
     assert "step-00000030.a1" in page
     assert "step-00000018.a1" not in page
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0.0 s"),
-        (59.94, "59.9 s"),
-        (60, "1 min 0 s"),
-        (250, "4 min 10 s"),
-        (3599.6, "1 h 0 min"),
-        (11_100, "3 h 5 min"),
-        (198_000, "2 d 7 h"),
-    ],
-)
-def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(0, ""), (999, "999 B"), (1000, "1.0 kB"), (1_234_567, "1.2 MB"), (5e9, "5.0 GB"), (7e15, "7000.0 TB")],
-)
-def test_sizes(count: int, words: str) -> None:
-    assert size(int(count)) == words
