@@ -58,14 +58,17 @@ def rank_plan(dice: random.Random, shape: Shape, kills: int) -> list[dict]:
 
 
 def every_rank_point(shape: Shape) -> list[dict]:
-    """Each named point of a rank once, spread over the run so that every kill happens."""
+    """Each named point of a rank once, spread over the run so that every kill happens.
+
+    Between most of them a checkpoint is committed: kills without progress are answered with ever longer pauses.
+    """
     hits = {
         "train.first_step": 1,
         "train.mid_step": 7,
         "train.step_end": 8,
-        "save.begin": 1,
-        "save.mid_file": 1,
-        "save.before_manifest": 1,
+        "save.begin": 2,
+        "save.mid_file": 2,
+        "save.before_manifest": 2,
         "save.rename": 1,
         "save.after_commit": 1,
         "segment.end": 1,
