@@ -143,7 +143,13 @@ def _launch(place: Path, keys: dict[str, tuple[str, str]]) -> Seaweed:
 def _flags(place: Path, ports: dict[str, int]) -> Iterator[str]:
     yield from ("server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={place}", "-master.telemetry=false")
     yield from ("-volume.max=2000", "-master.volumeSizeLimitMB=1024", "-volume.minFreeSpace=1", "-filer", "-s3")
-    yield from (f"-s3.config={place / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.iam=false")
+    yield from (
+        f"-s3.config={place / 's3.json'}",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-s3.iam=false",
+        "-s3.autoCreateBucket=false",
+    )
     yield from (f"-{flag}={port}" for flag, port in ports.items())
 
 

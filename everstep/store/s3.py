@@ -1,0 +1,323 @@
+"""One bucket of an S3 store. s3fs lists, describes, writes and deletes; bodies are read and large files written by obstore.
+
+Neither repeats a request by itself: the patience is here, so that one deadline holds for all. obstore's threads do not
+survive a fork; a forked child reads through s3fs.
+"""
+
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from everstep.core.dataset import inside
+from everstep.core.errors import StoreUnavailable
+from everstep.store import s3_clients, s3_errors
+from everstep.store.objects import Changed, Exists, Moved, NotThere, ObjectStat
+from everstep.store.s3_access import Access, Keys, access
+from everstep.store.s3_errors import Asked, Expired, Passing
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+__all__ = ["Access", "Bucket", "Keys", "Patience", "access", "open_store"]
+
+UPLOAD_PART = 16 << 20
+UPLOADS_AT_ONCE = 4
+NONCE = "everstep-nonce"
+PAGE = 1000
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often and how long one question is asked again. Delays grow from `first` to `most` seconds, with jitter."""
+
+    attempts: int = 8
+    seconds: float = 180.0
+    first: float = 0.25
+    most: float = 10.0
+
+    def delay(self, attempt: int) -> float:
+        return min(self.most, self.first * 2.0**attempt) * random.uniform(0.5, 1.0)  # noqa: S311 - jitter is no secret
+
+
+def open_store(bucket: str, access: Access, *, patience: Patience = Patience()) -> "Bucket":
+    """The bucket, reached when it is first asked something. `close` it when done."""
+    return Bucket(bucket, access, patience)
+
+
+class Bucket:
+    """An `everstep.store.objects.ObjectStore`. May be used by several threads, and after a fork."""
+
+    def __init__(self, bucket: str, access: Access, patience: Patience) -> None:
+        self.bucket = bucket
+        self._access = access
+        self._patience = patience
+        self._closing = threading.Event()
+        self._making = threading.Lock()
+        self._pid = self._born = os.getpid()
+        self._files: Any = None
+        self._readers: dict[bool, S3Store] = {}
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.bucket!r}, {self._access!r})"
+
+    def close(self) -> None:
+        """Waiting threads stop to ask again."""
+        self._closing.set()
+
+    def list(self, prefix: str) -> Iterator[ObjectStat]:
+        """See ObjectStore. Every call asks the store: nothing is remembered of earlier ones."""
+        page: dict[str, str] = {}
+        key = prefix.rstrip("/") + "/" if prefix else ""
+        while True:
+            answer = self._ask("list", prefix, "list_objects_v2", Prefix=key, MaxKeys=PAGE, **page)
+            for one in answer.get("Contents", ()):
+                yield _stat(one["Key"], one["Size"], one["LastModified"], one.get("ETag"))
+            if not answer.get("IsTruncated"):
+                return
+            page = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    def head(self, key: str) -> ObjectStat | None:
+        """See ObjectStore."""
+        found = self.describe(key)
+        if found is None:
+            return None
+        version = found.get("VersionId")
+        stat = _stat(key, found["ContentLength"], found["LastModified"], found.get("ETag"))
+        return stat.model_copy(update={"version": None if version == "null" else version})
+
+    def describe(self, key: str, **more: Any) -> dict[str, Any] | None:
+        """The store's own answer to a HEAD request, None if the object is not there.
+
+        Its refusals have no body that says why, so those are asked for by reading a byte.
+        """
+        try:
+            return self._ask("read", key, "head_object", Key=key, **more)
+        except NotThere:
+            return None
+        except ValueError:
+            with suppress(NotThere, Changed):
+                self._ask("read", key, "get_object", Key=key, Range="bytes=0-0")["Body"].close()
+            raise
+
+    def read(self, key: str, start: int = 0, end: int | None = None, *, etag: str | None = None) -> bytes:
+        """See ObjectStore."""
+        return bytes(self.view(key, start, end, etag=etag))
+
+    def view(self, key: str, start: int = 0, end: int | None = None, *, etag: str | None = None) -> memoryview:
+        """As `read`, without a copy of the bytes."""
+        if end is not None and end <= start:
+            return memoryview(b"")
+        asked = self._asked("read", key)
+        once = self._view_forked if self._has_forked() or not _is_plain(key) else self._view
+        try:
+            return self._patiently(asked, lambda: once(asked, start, end, etag))
+        except Changed:
+            if start == 0 and end is None:  # an empty object has no range of bytes to give
+                found = self.head(key)
+                if found is not None and found.size == 0 and etag in (None, found.etag):
+                    return memoryview(b"")
+            raise
+
+    def put(self, key: str, data: bytes, *, create: bool = False) -> None:
+        """See ObjectStore."""
+        nonce = secrets.token_hex(8)
+        how = {"Key": key, "Body": data} | ({"IfNoneMatch": "*", "Metadata": {NONCE: nonce}} if create else {})
+        try:
+            self._ask("write", key, "put_object", **how)
+        except Changed:
+            found = self.describe(key)
+            if found and found["Metadata"].get(NONCE) == nonce:  # we created it; only the answer was lost
+                return
+            raise Exists(f"s3://{self.bucket}/{key} is there already.") from None
+
+    def put_file(self, key: str, path: Path, *, moved: Moved | None = None) -> None:
+        """See ObjectStore."""
+        size = path.stat().st_size
+        asked = self._asked("write", key)
+        self._patiently(asked, lambda: self._put_file(asked, path, size, moved))
+        found = self.head(key)
+        if found is None or found.size != size:
+            raise StoreUnavailable(f"{asked.uri} has another size in the store than the {size} bytes that were sent.")
+
+    def delete(self, key: str) -> None:
+        """See ObjectStore."""
+        with suppress(NotThere):
+            self._ask("delete", key, "delete_object", Key=key)
+
+    def abort_uploads(self, prefix: str) -> int:
+        """See ObjectStore."""
+        found = self._ask("list", prefix, "list_multipart_uploads", Prefix=f"{prefix}/").get("Uploads", ())
+        for one in found:
+            with suppress(NotThere):
+                how = {"Key": one["Key"], "UploadId": one["UploadId"]}
+                self._ask("delete", one["Key"], "abort_multipart_upload", **how)
+        return len(found)
+
+    def _asked(self, verb: str, key: str) -> Asked:
+        return Asked(verb, self.bucket, key, self._access.endpoint_url)
+
+    def _ask(self, verb: str, key: str, method: str, **how: Any) -> dict[str, Any]:
+        asked = self._asked(verb, key)
+        return self._patiently(asked, lambda: self._once(asked, method, how))
+
+    def _patiently(self, asked: Asked, once: Callable[[], _Answer]) -> _Answer:
+        """Ask until there is an answer, the patience ends, or the store is closed."""
+        until = time.monotonic() + self._patience.seconds
+        renewed = False
+        for attempt in range(self._patience.attempts):
+            try:
+                return once()
+            except Expired as error:
+                if renewed or self._access.keys is not None:
+                    raise ValueError(str(error)) from None
+                renewed, why = True, str(error)
+                self._forget_clients()
+            except Passing as error:
+                why = str(error)
+            delay = self._patience.delay(attempt)
+            if time.monotonic() + delay > until or self._closing.wait(delay):
+                break
+        raise StoreUnavailable(
+            f"{asked.uri}: {why.rstrip('.')}, after {attempt + 1} attempts; the same command goes on when it is mended."
+        )
+
+    def _once(self, asked: Asked, method: str, how: dict[str, Any]) -> dict[str, Any]:
+        """One request through s3fs."""
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+
+        try:
+            return cast("dict[str, Any]", self._s3fs().call_s3(method, Bucket=self.bucket, **how))
+        except (NoCredentialsError, PartialCredentialsError):
+            raise s3_clients.no_keys() from None
+        except (OSError, ClientError, BotoCoreError) as error:
+            told = error if isinstance(error, ClientError) else error.__cause__
+            if isinstance(told, ClientError):
+                raise _judge_client_error(asked, told) from None
+            raise Passing(f"{asked.store} does not answer ({type(error).__name__})") from None
+
+    def _view(self, asked: Asked, start: int, end: int | None, etag: str | None) -> memoryview:
+        """One ranged read through obstore."""
+        import obstore
+        from obstore.exceptions import BaseError
+
+        store = self._obstore()
+        options: dict[str, Any] = {"range": {"offset": start} if end is None else (start, end)}
+        if etag:
+            options["if_match"] = f'"{etag}"'
+        try:
+            found = obstore.get(store, asked.key, options=cast("Any", options))
+            body = memoryview(found.bytes())
+        except (BaseError, OSError, ValueError) as error:
+            raise _judge_text(asked, str(error)) from None
+        return _whole(asked, body, found.meta["size"], found.meta["e_tag"], start, end, etag)
+
+    def _view_forked(self, asked: Asked, start: int, end: int | None, etag: str | None) -> memoryview:
+        """One ranged read through s3fs, for a forked child and for keys that obstore would change."""
+        how: dict[str, Any] = {"Key": asked.key, "Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        if etag:
+            how["IfMatch"] = f'"{etag}"'
+        files = self._s3fs()
+        found = self._once(asked, "get_object", how)
+        from fsspec.asyn import sync  # type: ignore[import-untyped]
+
+        try:
+            body = memoryview(sync(files.loop, found["Body"].read, timeout=s3_clients.REQUEST_SECONDS))
+        except Exception as error:  # noqa: BLE001 - aiohttp has a dozen for a broken body
+            raise Passing(f"{asked.store} breaks off ({type(error).__name__})") from None
+        total = found.get("ContentRange", f"/{found['ContentLength']}").rpartition("/")[2]
+        return _whole(asked, body, int(total), found.get("ETag"), start, end, etag)
+
+    def _put_file(self, asked: Asked, path: Path, size: int, moved: Moved | None) -> None:
+        import obstore
+        from obstore.exceptions import BaseError
+
+        store = self._obstore(writing=True)
+        try:
+            obstore.put(
+                store,
+                asked.key,
+                _chunks(path, moved),
+                use_multipart=size > UPLOAD_PART,
+                chunk_size=UPLOAD_PART,
+                max_concurrency=UPLOADS_AT_ONCE,
+            )
+        except (BaseError, ValueError) as error:
+            raise _judge_text(asked, str(error)) from None
+
+    def _has_forked(self) -> bool:
+        if os.getpid() != self._pid:
+            self._pid, self._files, self._making = os.getpid(), None, threading.Lock()
+        return self._pid != self._born
+
+    def _forget_clients(self) -> None:
+        with self._making:
+            self._files, self._readers = None, {}
+
+    def _s3fs(self) -> Any:
+        """The s3fs file system: without its caches of instances and listings, and without repeats of its own."""
+        self._has_forked()
+        with self._making:
+            if self._files is None:
+                self._files = s3_clients.make_s3fs(self._access)
+            return self._files
+
+    def _obstore(self, *, writing: bool = False) -> "S3Store":
+        with self._making:
+            if writing not in self._readers:
+                self._readers[writing] = s3_clients.make_obstore(self.bucket, self._access, writing=writing)
+            return self._readers[writing]
+
+
+def _judge_client_error(asked: Asked, error: Any) -> Exception:
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return s3_errors.judge(asked, str(error.response.get("Error", {}).get("Code", "")), status)
+
+
+def _judge_text(asked: Asked, text: str) -> Exception:
+    code, status = s3_errors.code_in(text)
+    if not code and not status:
+        return Passing(f"{asked.store} does not answer or breaks off")
+    return s3_errors.judge(asked, code, status)
+
+
+def _whole(
+    asked: Asked, body: memoryview, size: int, found: str | None, start: int, end: int | None, etag: str | None
+) -> memoryview:
+    """The body, if it is all that was asked for, of the object that was asked for."""
+    if etag and found and found.strip('"') != etag:
+        raise Changed(f"{asked.uri} is not the object any more that it was.")
+    wanted = max(0, (size if end is None else end) - start)
+    if len(body) != wanted:
+        if end is not None and size < end:
+            raise Changed(f"{asked.uri} is shorter than it was.")
+        raise Passing(f"{asked.store} gives {len(body)} bytes where {wanted} were asked for")
+    return body
+
+
+def _chunks(path: Path, moved: Moved | None) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(4 << 20):
+            yield chunk
+            if moved:
+                moved(len(chunk))
+
+
+def _stat(key: str, size: int, modified: datetime, etag: str | None) -> ObjectStat:
+    return ObjectStat(key=key, size=size, modified=modified.timestamp(), etag=(etag or "").strip('"'))
+
+
+def _is_plain(key: str) -> bool:
+    """Whether obstore keeps the key as it is."""
+    try:
+        return inside(key) == key
+    except ValueError:
+        return False
