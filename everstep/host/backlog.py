@@ -30,12 +30,31 @@ def pending(places: RunPlaces, resumed: Mapping[int, int], keep: int) -> list[Ke
     )
 
 
-def unpromoted(places: RunPlaces) -> list[Key]:
-    """The checkpoints that were asked for on the object tier and are not durable there yet, oldest first."""
+def outbound(places: RunPlaces, resumed: Mapping[int, int], keep: int, *, proven: bool = False) -> list[Key]:
+    """The checkpoints that are still to be brought to the object tier, most urgent first.
+
+    Wanted are the newest `keep` of the run, the newest first, and those that were asked for (`marks.promote`). With
+    `proven` only those count that somebody has verified already; without it, the uploader does that itself.
+    """
     if places.object is None:
         return []
     known = marks.states(places)
-    return [key for key in marks.promotions(places) if State.durable not in known.get((key.folder, "object"), set())]
+    held = {tier: set(checkpoint.find(places.checkpoints(tier))[0]) for tier in places.tiers}
+
+    def has(key: Key, tier: str, state: State) -> bool:
+        return state in known.get((key.folder, tier), set())
+
+    sound = {tier: {key for key in keys if not has(key, tier, State.quarantined)} for tier, keys in held.items()}
+    near = sound["local"] | sound["persistent"]
+    wanted = [*candidates(near | sound["object"], resumed)[:keep], *reversed(marks.promotions(places))]
+    return [
+        key
+        for key in dict.fromkeys(wanted)
+        if key in near
+        and not has(key, "object", State.durable)
+        and not has(key, "object", State.quarantined)
+        and (not proven or has(key, "local", State.verified) or has(key, "persistent", State.verified))
+    ]
 
 
 def unmarked(places: RunPlaces, resumed: Mapping[int, int], keep: int) -> list[Key]:

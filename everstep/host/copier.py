@@ -1,7 +1,8 @@
-"""The copier: a process of its own that brings a run's checkpoints to the tiers that survive the machine.
+"""The copier: a process of its own that brings a run's checkpoints to a tier that survives the machine.
 
-`python -m everstep.host.copier`, one line of JSON (`CopierSpec`) on standard input. Every further line wakes it; the
-end of input means "finish what is pending, then leave". SIGTERM means "leave now": whatever is half done is taken up by
+`python -m everstep.host.copier`, one line of JSON (`CopierSpec`) on standard input. Without an object tier in it the
+process copies to the persistent tier, else to the object tier (`everstep.host.uploader`): a store that is slow or away
+holds up no copy to the persistent one. Every further line wakes it; the end of input means "finish what is pending, then leave". SIGTERM means "leave now": whatever is half done is taken up by
 the next copier. A far end that is full, read-only, away or slow is never a reason to leave: it backs off and tries again.
 What it did and could not do stands in `copier.jsonl` of the run directory, and on its standard error when even that
 cannot be written.
@@ -9,182 +10,76 @@ cannot be written.
 
 import ctypes
 import fcntl
-import json
 import os
 import random
 import select
 import signal
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
-from everstep.core.checkpoint import Key, State, Verification
+from everstep.core.checkpoint import Key, Verification
 from everstep.core.errors import Damaged, EverstepError
-from everstep.core.record import Versioned
 from everstep.host import runs
-from everstep.host.backlog import pending, unmarked, unpromoted
-from everstep.store import checkpoint, jsonl, marks, transfer
-from everstep.store.layout import RunPlaces
+from everstep.host.backlog import pending, unmarked
+from everstep.host.courier import CopierSpec, Courier
+from everstep.store import checkpoint, marks, transfer
+
+__all__ = ["Copier", "CopierSpec"]
 
 POLL_SECONDS = 0.05
-RESCAN_SECONDS = 2.0
+PATIENCE_SECONDS = 20.0  # how long the object tier is asked one thing before that counts as a failure
 BACKOFF_SECONDS = (0.2, 5.0)  # first and longest pause after a failure, before jitter
-UNTOLD = 200  # reports kept while the run directory cannot be written
 NICENESS = 10
-
-
-class CopierSpec(Versioned):
-    """What a copier is told. Folders are the run's own on each tier; `keep` is the job's."""
-
-    name: str
-    run: str
-    run_dir: str
-    local_dir: str
-    object_dir: str | None = None
-    keep: int = 3
-    parent_pid: int
-
-    @property
-    def places(self) -> RunPlaces:
-        return RunPlaces(Path(self.run_dir), Path(self.local_dir), Path(self.object_dir) if self.object_dir else None)
 
 
 class Leave(BaseException):
     """SIGTERM: leave from wherever the process is. Everything it does may be cut off anywhere."""
 
 
-class Copier:
-    """One run's copier; `turn` does one piece of work."""
+class Copier(Courier):
+    """One run's copier to the persistent tier; `turn` does one piece of work."""
 
-    def __init__(self, spec: CopierSpec) -> None:
-        self.spec = spec
-        self.places = spec.places
-        self._untold: deque[str] = deque(maxlen=UNTOLD)
-        self.failures = 0
-        self._idle_at: object = None
-        self._idle_since = 0.0
-        self._advertised: list[Key] | None = None
-
-    def turn(self, *, thorough: bool = False) -> bool:
-        """Do the most urgent piece of work; False if there is none. Raises OSError or EverstepError for the far end.
-
-        While nothing changes only the local folder is looked at, unless `thorough`.
-        """
-        self._tell_late()
-        now = self._glance()
-        if now == self._idle_at and not thorough and time.monotonic() - self._idle_since < RESCAN_SECONDS:
-            return False
-        try:
-            busy = self._work()
-        except (OSError, EverstepError):
-            self.failures += 1
-            raise
-        self.failures = 0
-        if not busy:
-            self._idle_at, self._idle_since = now, time.monotonic()
-        return busy
+    def _glance(self) -> object:
+        return checkpoint.find(self.places.checkpoints("local"))[0]
 
     def _work(self) -> bool:
         resumed = {number: claim.resumed_from for number, claim in runs.claims(self.places).items()}
         if keys := pending(self.places, resumed, self.spec.keep):
             self._advertise(keys)
-            self._bring(self._choose(keys), "local", "persistent")
+            self._bring(self._choose(keys))
         elif keys := unmarked(self.places, resumed, self.spec.keep):
             self._adopt(self._choose(keys))
-        elif keys := [key for key in unpromoted(self.places) if self._source(key)]:
-            self._advertise(keys)
-            key = self._choose(keys)
-            self._bring(key, self._source(key), "object")
         else:
             self._advertise([])
             return False
         return True
 
-    def _choose(self, keys: list[Key]) -> Key:
-        """The oldest; after a failure the next one, so that one that cannot be copied holds up no other."""
-        return keys[self.failures % len(keys)]
-
-    def report(self, kind: str, text: str, key: Key | None = None, tier: str = "", **data: float) -> None:
-        """A row of `copier.jsonl`; kept for later if the run directory cannot be written now."""
-        row = {"time": time.time(), "kind": kind, "checkpoint": key.folder if key else "", "tier": tier, "text": text}
-        self._untold.append(json.dumps(row | data))
-        try:
-            self._tell_late()
-        except OSError:
-            sys.stderr.write(f"{kind}: {text}\n")
-
-    def _glance(self) -> object:
-        promote = self.places.persistent / "promote.json"
-        local, _ = checkpoint.find(self.places.checkpoints("local"))
-        return tuple(local), promote.stat().st_mtime_ns if promote.exists() else 0
-
-    def _source(self, key: Key) -> str:
-        """The nearest tier that holds it whole, as far as is known; empty if none does."""
-        known = marks.states(self.places)
-        for tier in ("local", "persistent"):
-            committed, _ = checkpoint.find(self.places.checkpoints(tier))
-            if key in committed and State.quarantined not in known.get((key.folder, tier), set()):
-                return tier
-        return ""
-
-    def _bring(self, key: Key, source: str, target: str) -> None:
+    def _bring(self, key: Key) -> None:
         started = time.monotonic()
-        if not self._is_verified(key, source):
+        if not self._is_verified(key, "local"):
             return
+        far = self.places.checkpoint("persistent", key)
         try:
-            moved = transfer.copy(self.places.checkpoint(source, key), self.places.checkpoint(target, key))
+            moved = transfer.copy(self.places.checkpoint("local", key), far)
         except (Damaged, FileNotFoundError):
-            if self._has_gone(key, source):
-                return
-            if not self._verify(key, source):
+            if self._has_gone(key, "local") or not self._verify(key, "local"):
                 return
             raise
-        digest = checkpoint.manifest_digest(self.places.checkpoint(target, key)) or ""
-        self._mark_sound(key, target, digest)
+        self._mark_sound(key, checkpoint.manifest_digest(far) or "")
         seconds = time.monotonic() - started
-        self.report("checkpoint.durable", "", key, target, bytes=moved, seconds=round(seconds, 3))
+        self.report("checkpoint.durable", "", key, "persistent", bytes=moved, seconds=round(seconds, 3))
 
     def _adopt(self, key: Key) -> None:
         if self._verify(key, "persistent"):
             digest = checkpoint.manifest_digest(self.places.checkpoint("persistent", key)) or ""
             marks.durable(self.places, key.folder, "persistent", digest)
 
-    def _mark_sound(self, key: Key, tier: str, digest: str) -> None:
+    def _mark_sound(self, key: Key, digest: str) -> None:
         """Its manifest equals one that was verified, and every file has been read back against it."""
         sound = Verification(ok=True, manifest_digest=digest)
-        marks.verified(self.places, key.folder, tier, sound)
-        marks.durable(self.places, key.folder, tier, digest)
-
-    def _is_verified(self, key: Key, tier: str) -> bool:
-        known = marks.states(self.places).get((key.folder, tier), set())
-        return State.verified in known or self._verify(key, tier)
-
-    def _verify(self, key: Key, tier: str) -> bool:
-        folder = self.places.checkpoint(tier, key)
-        structure = checkpoint.read_structure(self.places.persistent)
-        result = checkpoint.verify(folder, structure, run=self.spec.run, job=self.spec.name)
-        if not result.ok and self._has_gone(key, tier):
-            return False
-        marks.verified(self.places, key.folder, tier, result)
-        if not result.ok:
-            self.report("checkpoint.quarantined", result.why, key, tier)
-        return result.ok
-
-    def _has_gone(self, key: Key, tier: str) -> bool:
-        """Retention may have removed it meanwhile: no damage."""
-        return not self.places.checkpoint(tier, key).exists()
-
-    def _advertise(self, keys: list[Key]) -> None:
-        if keys != self._advertised:
-            self._advertised = None
-            marks.advertise(self.places, keys)
-            self._advertised = keys
-
-    def _tell_late(self) -> None:
-        while self._untold:
-            jsonl.append(self.places.persistent / "copier.jsonl", [self._untold[0]])
-            self._untold.popleft()
+        marks.verified(self.places, key.folder, "persistent", sound)
+        marks.durable(self.places, key.folder, "persistent", digest)
 
 
 class Input:
@@ -233,23 +128,35 @@ def main() -> int:
     os.nice(NICENESS)
     try:
         _die_with(spec.parent_pid)
-        lock = _lock(spec.places.local, words)
+        lock = _lock(spec, words)
         try:
-            return _run(Copier(spec), words)
+            return _run(_courier(spec), words)
         finally:
             os.close(lock)
     except Leave:
         return 0
 
 
-def _run(copier: Copier, words: Input) -> int:
+def _courier(spec: CopierSpec) -> Courier:
+    if spec.object_uri is None:
+        return Copier(spec)
+    from everstep.host import uploader
+    from everstep.store import object_tier
+    from everstep.store.s3_access import Access
+
+    access = Access.from_dict(spec.access) if spec.access else None
+    return uploader.Uploader(spec, object_tier.open_run(spec.object_uri, access, seconds=PATIENCE_SECONDS))
+
+
+def _run(copier: Courier, words: Input) -> int:
     parent = copier.spec.parent_pid
     while not parent or os.getppid() == parent:
         try:
             busy = copier.turn(thorough=words.ended)
-        except (OSError, EverstepError) as error:
+        except (OSError, EverstepError, ValueError) as error:  # ValueError: rights and keys, which somebody may mend
             number = getattr(error, "errno", None) or 0
-            copier.report("copier.error", _sentence(error), failures=copier.failures, errno=number)
+            tier = "object" if copier.spec.object_uri else ""
+            copier.report("copier.error", _sentence(error), tier=tier, failures=copier.failures, errno=number)
             words.wait(_pause(copier.failures), wake=False)
             continue
         if not busy and words.ended:
@@ -271,10 +178,13 @@ def _pause(failures: int) -> float:
     return min(longest, first * 2.0 ** min(failures - 1, 20)) * random.uniform(0.5, 1)  # noqa: S311 - jitter
 
 
-def _lock(local: Path, words: Input) -> int:
-    """One copier a run and machine: an old one that is still leaving is waited for."""
+def _lock(spec: CopierSpec, words: Input) -> int:
+    """One copier a run, tier and machine: an old one that is still leaving is waited for."""
+    local = Path(spec.local_dir)
     local.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle = os.open(local / "copier.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = os.open(
+        local / ("uploader.lock" if spec.object_uri else "copier.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+    )
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

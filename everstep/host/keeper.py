@@ -26,8 +26,10 @@ class Keeper:
         log: Path,
         record: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
+        name: str = "copier",
     ) -> None:
         self.restarts = 0
+        self._name = name
         self._command = tuple(command)
         self._line = line
         self._env = dict(env)
@@ -51,7 +53,7 @@ class Keeper:
         try:
             self._process = process.spawn(self._command, self._env, self._token, self._log, stdin=subprocess.PIPE)
         except OSError as error:
-            self._try_later(f"the copier cannot be started: {error}")
+            self._try_later(f"the {self._name} cannot be started: {error}")
             return
         self._started = self._clock()
         self._again_at = None
@@ -63,13 +65,13 @@ class Keeper:
             self.restarts += 1
             self.start()
             if self._process is not None:
-                self._record("copier.restarted", restarts=self.restarts)
+                self._record("copier.restarted", restarts=self.restarts, name=self._name)
         elif self._process is not None and (status := self._process.status()) is not None:
             self._process.close()
             self._process = None
             if self._clock() - self._started >= HEALTHY_SECONDS:
                 self._delay = FIRST_DELAY
-            self._try_later(f"the copier ended with status {status}")
+            self._try_later(f"the {self._name} ended with status {status}")
 
     def drain(self, seconds: float) -> bool:
         """Tell it that nothing more comes, and wait until it has finished. Whether it did, and well.

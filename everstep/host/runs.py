@@ -213,7 +213,7 @@ def _boot() -> str:
 
 
 def _say_owner(places: RunPlaces, flow_run: str) -> None:
-    tiers = {name: str(folder) for name, folder in places.tiers.items()}
+    tiers = {name: str(folder) for name, folder in places.tiers.items()} | {"object": places.object}
     owner = {
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -70,3 +70,10 @@ class ObjectStore(Protocol):
     def delete(self, key: str) -> None:
         """Remove it; no error if it is not there."""
         ...
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Give up the unfinished uploads of large files below `prefix`; how many there were.
+
+        They are in no listing, and cost their space. Only for a place that nobody else is writing to.
+        """
+        ...

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 import fabric
 
 from everstep.core.checkpoint import Key, State, Verification
-from everstep.host.backlog import pending, unmarked, unpromoted
+from everstep.host.backlog import pending, unmarked
 from everstep.host.copier import Copier, CopierSpec
 from everstep.store import checkpoint, jsonl, marks
 from everstep.store.layout import RunPlaces
@@ -41,7 +41,6 @@ def spec(places, keep=3, parent=None):
         run=fabric.RUN,
         run_dir=str(places.persistent),
         local_dir=str(places.local),
-        object_dir=str(places.object) if places.object else None,
         keep=keep,
         parent_pid=os.getpid() if parent is None else parent,
     )
@@ -274,20 +273,6 @@ def test_abandoned_and_overtaken_ones_are_not_copied(places):
     assert checkpoint.find(places.checkpoints("persistent"))[0] == [Key(30, 1), Key(40, 2)]
 
 
-def test_only_what_was_asked_for_goes_to_the_object_tier(places):
-    keys = [save(places, step) for step in (10, 20)]
-    marks.promote(places, [keys[1], Key(99, 1)])
-    assert unpromoted(places) == [keys[1], Key(99, 1)]
-    with copier(places) as process:
-        until(lambda: is_durable(places, keys[1], "object"))
-        shutil.rmtree(places.checkpoints("local"))
-        marks.promote(places, [keys[0]])
-        until(lambda: is_durable(places, keys[0], "object"))
-        assert finish(process) == 0
-    assert all(is_whole(places, key, "object") for key in keys)
-    assert unpromoted(places) == [Key(99, 1)]
-
-
 def test_it_works_when_only_the_persistent_checkpoints_are_left(places):
     good, bad = Key(10, 1), Key(20, 1)
     for key in (good, bad):
@@ -311,7 +296,7 @@ def test_one_that_retention_removes_meanwhile_is_no_damage(places):
     key = save(places, 10)
     one = Copier(spec(places))
     shutil.rmtree(places.checkpoint("local", key))
-    one._bring(key, "local", "persistent")
+    one._bring(key)
     assert marks.states(places) == {}
 
 

@@ -11,7 +11,7 @@ from everstep.core.checkpoint import Key, Verification
 from everstep.core.job import Best
 from everstep.host import retention
 from everstep.host.backlog import pending
-from everstep.store import checkpoint, marks, transfer
+from everstep.store import checkpoint, marks, mirror, transfer
 
 ONE = {1: 0}
 
@@ -46,13 +46,12 @@ def held(places, tier):
 def test_the_newest_verified_ones_stay_on_every_tier(places):
     for step in (10, 20, 30, 40, 50):
         copy(places, save(places, step))
-        copy(places, Key(step, 1), "object")
     removed = retention.apply(places, 3, None, ONE, set())
     assert {(tier, folder) for tier, folder, _ in removed} == {
-        (tier, f"step-000000{step}.a1") for tier in places.tiers for step in (10, 20)
+        (tier, f"step-000000{step}.a1") for tier in ("local", "persistent") for step in (10, 20)
     }
     assert all(size > 1000 for _, _, size in removed)
-    assert all(held(places, tier) == [30, 40, 50] for tier in places.tiers)
+    assert all(held(places, tier) == [30, 40, 50] for tier in ("local", "persistent"))
     assert {folder for folder, _ in marks.states(places)} == {f"step-000000{step}.a1" for step in (30, 40, 50)}
     assert retention.apply(places, 3, None, ONE, set()) == []
 
@@ -160,7 +159,7 @@ def test_torn_leftovers_of_older_attempts_go_and_running_ones_stay(places):
 
 
 def test_a_run_without_folders_has_nothing_to_remove(places):
-    for tier in places.tiers.values():
+    for tier in (places.local, places.persistent):
         shutil.rmtree(tier)
     assert retention.apply(places, 3, None, {}, set()) == []
 
@@ -177,3 +176,32 @@ def test_keeping_and_copying_never_work_against_each_other(places):
             key.folder for key in pending(places, ONE, 2)
         }
     assert len(held(places, "local")) <= 3
+
+
+def far(places, step, attempt=1, *, proven=True, **how):
+    """A checkpoint on the object tier, as its mirror shows it."""
+    folder = fabric.checkpoint(places.persistent / "made" / Key(step, attempt).folder, **how)
+    mirror.note(places, Key(step, attempt), (folder / "manifest.json").read_bytes(), proven=proven)
+
+
+def test_on_the_object_tier_the_newest_the_best_and_what_was_asked_for_stay(places):
+    for step, loss in ((10, 0.9), (20, 0.1), (30, 0.5), (40, 0.6), (50, 0.7)):
+        far(places, step, metrics={"loss": loss})
+    marks.promote(places, [Key(10, 1)])
+    best = Best(metric="loss", mode="min")
+    assert retention.removable_far(places, 2, best, ONE) == [Key(30, 1)]
+    assert retention.removable_far(places, 2, None, ONE) == [Key(20, 1), Key(30, 1)]
+    assert retention.removable_far(places, 1, None, {1: 0, 2: 30}) == [Key(20, 1), Key(40, 1), Key(50, 1)]
+
+
+def test_on_the_object_tier_the_newest_that_was_read_back_and_what_is_quarantined_stay(places):
+    for step in (10, 20, 30, 40):
+        far(places, step, proven=step == 10)
+    marks.quarantine(places, Key(20, 1).folder, "object", "bad")
+    assert retention.removable_far(places, 1, None, ONE) == [Key(30, 1)]
+
+
+def test_what_another_run_has_on_the_object_tier_is_not_ours_to_remove(places):
+    for step in (10, 20, 30):
+        far(places, step, run="r002-ffffffff" if step == 10 else fabric.RUN)
+    assert retention.removable_far(places, 1, None, ONE) == [Key(20, 1)]
