@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import tiny
 import yaml
+from rigs import verdicts
 
 from everstep.core.checkpoint import RunRecord
 from everstep.host import jobs, process
@@ -111,7 +112,7 @@ class Drill:
         self.running.append(flow)
         return flow
 
-    def wait(self, flow, timeout: float = 150) -> Ended:
+    def wait(self, flow, timeout: float = 240) -> Ended:
         out, err = flow.communicate(timeout=timeout)
         lines = out.strip().splitlines()
         final = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else None
@@ -211,6 +212,7 @@ def new_drill(folder: Path, api: str | None, mlflow: Path, name: str, config: di
     (folder / "journal").mkdir(parents=True)
     tiny.write_data(folder / "data")
     shutil.copy(mlflow, folder / "mlflow.db")
+    verdicts.plant(folder / "data", folder / "nvme")
     job = {
         "name": name,
         "program": str(Path(tiny.__file__)) + ":build",
