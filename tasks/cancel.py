@@ -14,6 +14,9 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 
+from everstep.core.summary import RunReport
+from tasks.report import tell
+
 POLL_SECONDS = 5.0
 _CANCELLED = "cancelled in Prefect"
 _ENDING = {
@@ -44,6 +47,10 @@ class Watch:
     def wish(self) -> str | None:
         """Why Prefect wants the run to stop; None while it does not or cannot be asked."""
         return self.reason
+
+    def publish(self, report: RunReport) -> None:
+        """Show the run's report in Prefect, if it answers soon."""
+        tell(report)
 
     def end(self, final: dict[str, Any]) -> dict[str, Any]:
         """What the flow returns: the JSON line; as a state `Stopped` or `Cancelled` for a run that stopped on request."""

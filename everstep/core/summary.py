@@ -484,6 +484,8 @@ def _state(held: Held) -> str:
 def _counts(marks: Sequence[tuple[Happened, str]], standing: Iterable[CheckpointLine]) -> dict[str, int]:
     counts = {what: len({folder for mark, folder in marks if mark.what == what}) for what in (*_WHAT, "promoted")}
     lines = list(standing)
+    stood = ("saved", "verified", "durable", "quarantined")  # who watches may see a checkpoint only when it has moved on
+    counts["saved"] = len({folder for mark, folder in marks if mark.what in stood})
     counts["promoted"] = len({one.folder for one in lines if one.promoted}) or counts["promoted"]
     counts["standing"] = sum(1 for one in lines if set(one.tiers.values()) - {"gone", "torn"})
     aside = {one.folder for one in lines if {"quarantined", "gone"} & set(one.tiers.values())}

@@ -103,12 +103,15 @@ def attempt(
     *,
     quick: bool = False,
 ) -> bool:
-    """Write the report at a run's end and publish it; whether it stands. Nothing that goes wrong reaches the run."""
+    """Write the report at a run's end and publish it; whether it was written. Nothing that goes wrong reaches the run."""
+    written = False
     try:
-        publish(reporter.write(chronicle, final, quick=quick))
+        report = reporter.write(chronicle, final, quick=quick)
+        written = True
+        publish(report)
     except Exception as error:  # noqa: BLE001 - the report's edge: recorded, and no reason for a run to fail
         record("report.failed", severity=Severity.medium, text=_sentence(error))
-    return html_file(reporter.places).exists()
+    return written
 
 
 def html_file(places: RunPlaces) -> Path:
