@@ -1,1 +1,1 @@
-"""Places: Prefect blocks with fields and secrets. The first block comes with the object tier."""
+"""Places: Prefect blocks with fields and secrets, and methods that hand out plain objects of everstep."""

@@ -12,10 +12,13 @@ if __name__ == "__main__":  # a wrong job is answered, and the server is startin
 
 from typing import Any
 
+from blocks.tiers import StorageTiers
+from blocks.tracking import Tracking
 from everstep.core.job import TrainJob
 from everstep.core.segment import SegmentResult
 from everstep.host.life import own_run
 from tasks.cancel import watching
+from tasks.places import placed
 from tasks.promote import promote
 from tasks.server import LocalFlow
 from tasks.train import begin_attempt, decide, finish, keep, stage, train_segment, verify
@@ -29,8 +32,8 @@ def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
         take_over: Ask another living flow run that owns this run to save and leave.
 
     """
-    with watching() as prefect:
-        staged = stage(job)
+    with watching() as prefect, placed(job, StorageTiers, Tracking) as (resolved, access):
+        staged = stage(resolved, access)
         with own_run(staged, prefect, take_over=take_over) as run:
             while not run.over:
                 begin_attempt(run)

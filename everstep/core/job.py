@@ -111,7 +111,7 @@ class Tiers(Record):
     def _apart(self) -> Self:
         if self.local == self.persistent:
             raise ValueError("has the same folder as local and persistent; a copy needs a second place")
-        if self.block and self.model_fields_set - {"block"}:
+        if self.block and self != type(self).model_construct(block=self.block):  # a form sends the defaults too
             raise ValueError("has a block and places of its own; give one of them")
         return self
 
@@ -197,7 +197,7 @@ class TrainJob(Record):
     env: tuple[str, ...] = Field((), description="Environment variables handed to the program besides the usual ones.")
     standby: bool = Field(True, description="Keep warm spare processes so that a restart need not import torch again.")
     release: bool = Field(False, description="Make the best checkpoint the production model at the end.")
-    price: Price | None = Field(None, description="For the money in the report.")
+    price: Price | None = Field(None, title="Price", description="For the money in the report.")
     fresh: bool = Field(False, description="Start a new run even where one is unfinished.")
 
     @field_validator("name")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
+from everstep.core import place
 from everstep.core.checkpoint import Key
 from everstep.core.checkpoint import State as CheckpointState
 from everstep.core.errors import Damaged, Fenced, StoreUnavailable, TrainingFailed
@@ -25,7 +26,8 @@ from everstep.host.observer import Observer
 from everstep.host.progress import Progress
 from everstep.host.supervisor import Supervisor, Watch
 from everstep.host.tracking import Tracker
-from everstep.store import checkpoint, faults, jsonl, marks
+from everstep.store import checkpoint, faults, jsonl, marks, s3_access
+from everstep.store.s3_access import Access
 
 HINT_SECONDS = 10.0
 """How long a resume waits for MLflow. The ranks import torch meanwhile."""
@@ -47,6 +49,7 @@ class Staged:
     staged: staging.Staged
     began: float
     finished: float
+    access: Access | None = field(default=None, repr=False)
 
 
 @dataclass
@@ -97,13 +100,18 @@ class Life:
         self.keep()
 
 
-def stage(job: TrainJob) -> Staged:
-    """Check the job and bring its data to the local tier. Raises ValueError for what the user can mend."""
+def stage(job: TrainJob, access: Access | None = None) -> Staged:
+    """Check the job and bring its data to the local tier. Raises ValueError for what the user can mend.
+
+    `access` is the way to the object store that a block gave; without one the job and the environment say it.
+    """
     job = job.resolve(Path.cwd())
     jobs.check(job, Path.cwd())
     began = time.time()
     found = staging.stage(Path(job.data.source), Path(job.tiers.local))
-    return Staged(job, found, began, time.time())
+    if access is None and any(place.is_object(one) for one in (job.data.source, job.tiers.object or "")):
+        access = s3_access.access(job.s3)
+    return Staged(job, found, began, time.time(), access)
 
 
 @contextmanager
