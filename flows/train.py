@@ -18,6 +18,7 @@ from everstep.core.job import TrainJob
 from everstep.core.segment import SegmentResult
 from everstep.host.life import own_run
 from tasks.cancel import watching
+from tasks.gate import check_data
 from tasks.places import placed
 from tasks.promote import promote
 from tasks.server import LocalFlow
@@ -35,6 +36,7 @@ def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
     with watching() as prefect, placed(job, StorageTiers, Tracking) as (resolved, access):
         staged = stage(resolved, access)
         with own_run(staged, prefect, take_over=take_over) as run:
+            check_data(run)
             while not run.over:
                 begin_attempt(run)
                 while isinstance(end := train_segment(run), SegmentResult):

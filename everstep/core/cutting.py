@@ -25,7 +25,7 @@ def cuts(events: Iterable[Event], phases: Iterable[PhaseMark], steps: Iterable[S
     later attempts resumed. Total for any order of its inputs. The rules:
 
     - `run.created` (from its `queued_since`): queued, until `flow.started`: startup.
-    - `stage.started`: stage, until `stage.finished`. `flow.stopping`: stop. `flow.finalizing`: finalize. `flow.ended`: idle.
+    - `stage.started`: stage, until `stage.finished`. `gate.waiting`: gate, until `gate.data`. `flow.stopping`: stop. `flow.finalizing`: finalize. `flow.ended`: idle.
     - phases of the child: see `_BUCKETS`; they count as they are, also after the flow is gone.
     - a failed attempt: detect from its last sign of life to the notice, then recover until the next trained step,
       except for the restore. So the start and compile of a *restarted* attempt count as recover, those of the first
@@ -80,6 +80,7 @@ _BUCKETS = {
 
 _PLAIN = {
     "stage.started": Bucket.stage,
+    "gate.waiting": Bucket.gate,
     "flow.stopping": Bucket.stop,
     "flow.finalizing": Bucket.finalize,
     "flow.ended": Bucket.idle,
@@ -143,7 +144,7 @@ class _Line:
                 self._cut(time, Bucket.queued)
             case "flow.started":
                 self._flow_started(time)
-            case "stage.finished":
+            case "stage.finished" | "gate.data":
                 self._cut(time, self._starting)
             case "attempt.claimed" | "attempt.started" if event.attempt not in self.marked:
                 self._attempt_begins(time, event)

@@ -163,6 +163,7 @@ class Limits(Record):
     save: Seconds = 1800.0
     eval: Seconds = 3600.0
     wait: Seconds = 3600.0
+    gate: Seconds = Field(300.0, description="The checks of the data; without a verdict by then nothing is trained.")
     drain: Seconds = Field(600.0, description="Bringing the last checkpoints out at the end of a flow run.")
     train_floor: Seconds = Field(120.0, description="A step is never called hung before this.")
     train_factor: float = Field(10.0, ge=2, description="Times the slowest recent step.")

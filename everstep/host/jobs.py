@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from everstep.core import place
 from everstep.core.job import TrainJob, explain
+from everstep.host import gate
 
 
 def read(path: Path) -> TrainJob:
@@ -42,6 +43,7 @@ def read(path: Path) -> TrainJob:
 def check(job: TrainJob, search_path: Path) -> None:
     """Refuse what can be seen without running anything: a missing program, callable or data folder."""
     check_program(job.program, search_path)
+    gate.read_suite(job.data.gate)
     if place.is_object(job.data.source):
         return
     source = Path(job.data.source)

@@ -14,6 +14,7 @@ from everstep.core import place
 from everstep.core.checkpoint import Key
 from everstep.core.checkpoint import State as CheckpointState
 from everstep.core.errors import Damaged, Fenced, StoreUnavailable, TrainingFailed
+from everstep.core.gate import GateResult
 from everstep.core.health import Severity
 from everstep.core.job import TrainJob
 from everstep.core.promotion import Promotion
@@ -21,6 +22,7 @@ from everstep.core.recovery import Decision, History, Next, Past
 from everstep.core.recovery import decide as judge
 from everstep.core.segment import AttemptEnd, Cause, CauseKind, Heartbeat, Outcome, SegmentResult
 from everstep.host import closing, code, jobs, process, promotion, resume, retention, runs, staging
+from everstep.host.gate import Gatekeeper
 from everstep.host.journal import Journal
 from everstep.host.observer import Observer
 from everstep.host.progress import Progress
@@ -73,6 +75,7 @@ class Life:
     closed: bool = False
     all_landed: bool | None = None
     promotion: Promotion | None = None
+    gate: Gatekeeper = field(init=False)
     reading: str = ""  # the checkpoint that the ranks may still be loading
     keeping: threading.Lock = field(default_factory=threading.Lock)
 
@@ -130,11 +133,17 @@ def own_run(staged: Staged, prefect: Orchestrator, *, take_over: bool = False) -
             closing.interrupted(life, error)
             raise
         finally:
+            life.gate.close()
             life.supervisor.close()
             life.observer.stop()
             life.tracker.close_quickly()
             journal.close()
             life.progress.close()
+
+
+def check_data(life: Life) -> GateResult | None:
+    """Wait for the verdict on the data, before anything is trained on it. Raises ValueError when the gate is closed."""
+    return None if life.run.final is not None else life.gate.answer()
 
 
 def begin_attempt(life: Life) -> None:
@@ -235,6 +244,7 @@ def finish(life: Life) -> dict[str, Any]:
     """
     if life.run.final is not None:
         return closing.again(life)
+    life.gate.settle()
     assert life.decision is not None
     if life.decision.next is Next.finish:
         return closing.completed(life)
@@ -263,6 +273,7 @@ def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Jou
     supervisor = Supervisor(run.job, run.places, run.record, staged.staged.data, watch)
     life = Life(run, journal, observer, supervisor, tracker, progress, prefect.flow_run_id, journal.past())
     observer.landed = life.landed
+    life.gate = Gatekeeper(run.job, run.places, staged.staged, supervisor.token, journal.record)
     return life
 
 
@@ -288,6 +299,7 @@ def _open(life: Life, staged: Staged) -> None:
     killed = process.sweep(process.token(life.run.record), life.run.job.grace_seconds, spare=life.supervisor.token)
     if killed:
         life.journal.record("leftovers.killed", severity=Severity.medium, pids=list(killed))
+    life.gate.ask()
     _note_lost_attempt(life)
     life.observer.start()
     life.tracker.start(at_once=not life.run.created)

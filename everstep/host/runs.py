@@ -97,9 +97,10 @@ def _find_or_create(job: TrainJob, dataset: DatasetManifest, home: Path, flow_ru
 
 def _refuse_change(job: TrainJob, dataset: DatasetManifest, newest: RunRecord) -> None:
     """Another fingerprint under an unfinished name is a mistake more often than a wish."""
-    final = final_line(_places(job, newest.run))
-    if final is not None and final["status"] == "completed":
-        return
+    places = _places(job, newest.run)
+    final = final_line(places)
+    if final is not None and (final["status"] == "completed" or not claims(places)):
+        return  # also a run that was refused before it began, by the gate on its data: it binds nobody
     changed = [
         name
         for name, before, now in (

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from rigs import verdicts
 
 from everstep.core.checkpoint import RunRecord
 from everstep.host import process, server
@@ -197,6 +198,7 @@ def new_desk(folder: Path, api: str | None, table: Path, mlflow: Path | None, na
     (folder / "mine.py").write_text(PROGRAM)
     if mlflow:
         shutil.copy(mlflow, folder / "mlflow.db")
+        verdicts.plant(folder / "data", folder / "nvme")
     job = {
         "name": name,
         "program": "mine.py:build",
