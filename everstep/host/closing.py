@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from everstep.core.checkpoint import Key, State, candidates
 from everstep.core.errors import StoreUnavailable
+from everstep.core.health import Severity
 from everstep.core.segment import Outcome
-from everstep.host import farewell, history, outcome, runs
+from everstep.host import farewell, history, outcome, reporting, runs
 from everstep.report import text
 from everstep.store import atomic, checkpoint, faults, marks
 from everstep.store.layout import RunPlaces
@@ -41,17 +42,23 @@ def landed(life: "Life") -> bool:
     """All steps are done: whether every copy has landed within the job's limit. Waited for once."""
     if life.all_landed is None:
         life.journal.record("flow.finalizing")
+        life.reporter.begin()
         places = life.run.places
         if places.object:
             marks.promote(places, good(places, "local")[:1])
+        until = time.monotonic() + life.run.job.limits.drain
         life.all_landed = _drain(life)
+        _drain_object(life, until - time.monotonic())
     return life.all_landed
 
 
 def stopped(life: "Life") -> dict[str, Any]:
     """Stopped on request without a limit of time: copies land first."""
     life.journal.record("flow.finalizing")
+    life.reporter.begin()
+    until = time.monotonic() + life.run.job.limits.drain
     _drain(life)
+    _drain_object(life, until - time.monotonic())
     life.observer.look()
     return _write_down(life, "stopped", tracker_seconds=5.0)
 
@@ -59,7 +66,9 @@ def stopped(life: "Life") -> dict[str, Any]:
 def failed(life: "Life") -> dict[str, Any]:
     """The run cannot go on by itself."""
     life.journal.record("flow.finalizing")
+    life.reporter.begin()
     life.supervisor.drain(30.0)
+    _drain_object(life, 30.0)
     life.observer.look()
     return _write_down(life, "failed", tracker_seconds=5.0)
 
@@ -91,11 +100,37 @@ def _drain(life: "Life") -> bool:
     return False
 
 
+def _drain_object(life: "Life", seconds: float) -> None:
+    """Let the newest checkpoints come to the object tier. A store that is away delays the end, but is no reason to fail:
+    what is missing there is said, and the next flow run of this job brings it.
+    """
+    places, until = life.run.places, time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0 and not life.supervisor.drain_object(min(PATIENCE_SECONDS, left)):
+        life.progress.say(f"waiting for copies to {places.object}, for {max(0.0, left):.0f} s more")
+    if missing := _behind(places):
+        text = (
+            f"{places.object} has not taken {missing} yet; it is on the persistent tier, and the same command copies it"
+        )
+        life.journal.record("object.behind", severity=Severity.medium, text=text, checkpoint=missing)
+        life.progress.say(text)
+
+
+def _behind(places: RunPlaces) -> str:
+    """The newest checkpoint, if there is an object tier that has not taken it; else empty."""
+    newest = max(good(places, "persistent"), default=None)
+    if not places.object or newest is None:
+        return ""
+    there = State.durable in marks.states(places).get((newest.folder, "object"), set())
+    return "" if there else newest.folder
+
+
 def again(life: "Life") -> dict[str, Any]:
     """A finished run: nothing to do, the same line."""
     assert life.run.final is not None
     life.progress.say(f"run {life.run.record.run} is complete: nothing is left to train")
     life.tracker.replay(15.0)
+    if _behind(life.run.places):
+        _drain_object(life, life.run.job.limits.drain)
     final = life.run.final
     if life.tracker.promotion is not None:  # it had to wait for MLflow when the run ended
         final = final | {"promotion": life.tracker.promotion.model_dump(mode="json")}
@@ -110,6 +145,8 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     step = committed_step(places)
     durable = newest_on(places, "persistent")
     life.tracker.finish(status, durable)
+    if durable and places.object and not _behind(places):
+        life.tracker.checkpoint(places.uri("object", durable.name), step)
     life.tracker.close(tracker_seconds)
     promoted = life.tracker.promotion or life.promotion
     life.journal.record("flow.ended", step=step, status=status)
@@ -125,15 +162,17 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
         "attempts": len(past.claims),
         "restarts": past.restarts,
         "resumed_from": life.resumed_from,
-        "quarantined": [folder.as_uri() for folder in quarantined(places)],
+        "quarantined": quarantined(places),
         "ettr": round(spent.ettr, 4),
         "buckets": {bucket.value: round(seconds, 3) for bucket, seconds in spent.buckets.items()},
         "mlflow_run": life.tracker.run_id,
         "promotion": promoted.model_dump(mode="json") if promoted else None,
-        "report": str(places.report),
+        "report": str(reporting.html_file(places)),
         "metrics": {name: value if math.isfinite(value) else repr(value) for name, value in past.last_metrics.items()},
         "finished_early": bool(life.end and life.end.finished_early),
     }
+    if not reporting.attempt(life.reporter, past, final, life.journal.record, life.publish, quick=quick):
+        final["report"] = str(places.report)
     try:
         atomic.write(places.report, text.render(past, final).encode())
         atomic.write(places.final, (json.dumps(final) + "\n").encode())
@@ -170,10 +209,10 @@ def newest_on(places: RunPlaces, tier: str) -> Path | None:
     return places.checkpoint(tier, key) if key else None
 
 
-def quarantined(places: RunPlaces) -> list[Path]:
-    """Folders that have been set aside, in order."""
+def quarantined(places: RunPlaces) -> list[str]:
+    """The URIs of what has been set aside, in order."""
     return [
-        places.checkpoints(tier) / folder
+        places.uri(tier, folder)
         for (folder, tier), states in sorted(marks.states(places).items())
         if State.quarantined in states
     ]

@@ -155,8 +155,9 @@ def _run(copier: Courier, words: Input) -> int:
             busy = copier.turn(thorough=words.ended)
         except (OSError, EverstepError, ValueError) as error:  # ValueError: rights and keys, which somebody may mend
             number = getattr(error, "errno", None) or 0
-            tier = "object" if copier.spec.object_uri else ""
-            copier.report("copier.error", _sentence(error), tier=tier, failures=copier.failures, errno=number)
+            if copier.failures & (copier.failures - 1) == 0:  # a long outage is told of ever more rarely
+                tier = "object" if copier.spec.object_uri else ""
+                copier.report("copier.error", _sentence(error), tier=tier, failures=copier.failures, errno=number)
             words.wait(_pause(copier.failures), wake=False)
             continue
         if not busy and words.ended:

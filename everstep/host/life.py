@@ -3,12 +3,12 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import unquote, urlsplit
 
 from everstep.core import place
 from everstep.core.checkpoint import Key
@@ -21,7 +21,9 @@ from everstep.core.promotion import Promotion
 from everstep.core.recovery import Decision, History, Next, Past
 from everstep.core.recovery import decide as judge
 from everstep.core.segment import AttemptEnd, Cause, CauseKind, Heartbeat, Outcome, SegmentResult
-from everstep.host import closing, code, jobs, process, promotion, resume, retention, runs, staging
+from everstep.core.summary import RunReport
+from everstep.host import closing, code, jobs, process, promotion, reporting, resume, retention, runs, staging
+from everstep.host.far import Far, elsewhere
 from everstep.host.gate import Gatekeeper
 from everstep.host.journal import Journal
 from everstep.host.observer import Observer
@@ -36,11 +38,13 @@ HINT_SECONDS = 10.0
 
 
 class Orchestrator(Protocol):
-    """What the hands ask of Prefect: which flow run this is, and whether it is wished to end."""
+    """What the hands ask of Prefect: which flow run this is, whether it is wished to end, and to show its report."""
 
     flow_run_id: str
 
     def wish(self) -> str | None: ...
+
+    def publish(self, report: RunReport) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Life:
     supervisor: Supervisor
     tracker: Tracker
     progress: Progress
+    publish: Callable[[RunReport], None]
     flow_run: str
     past: list[Past]
     start: resume.Start | None = None
@@ -76,8 +81,13 @@ class Life:
     all_landed: bool | None = None
     promotion: Promotion | None = None
     gate: Gatekeeper = field(init=False)
+    far: Far = field(init=False)
     reading: str = ""  # the checkpoint that the ranks may still be loading
     keeping: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def reporter(self) -> reporting.Reporter:
+        return reporting.Reporter(self.run.places)
 
     @property
     def over(self) -> bool:
@@ -122,7 +132,8 @@ def own_run(staged: Staged, prefect: Orchestrator, *, take_over: bool = False) -
     """Own the job's run for the length of the block; whatever happens, nothing is left running after it."""
     job, manifest = staged.job, staged.staged.manifest
     version = code.version(job.program)
-    with runs.own(job, manifest, prefect.flow_run_id, version, take_over=take_over) as run:
+    where = elsewhere(job, staged.access)
+    with runs.own(job, manifest, prefect.flow_run_id, version, take_over=take_over, elsewhere=where) as run:
         journal = Journal(job, run, prefect.flow_run_id)
         life = _assemble(run, staged, prefect, journal)
         try:
@@ -149,16 +160,21 @@ def check_data(life: Life) -> GateResult | None:
 def begin_attempt(life: Life) -> None:
     """Choose the checkpoint to start from, claim the next attempt, and let its ranks go."""
     places = life.run.places
-    claimed = runs.claims(places)
-    resumed = {number: claim.resumed_from for number, claim in claimed.items()}
     again = life.attempts_here > 0
     hinted = None if again or life.run.created else _ask_mlflow(life)
-    start = resume.choose(places, resumed, life.journal.record, hinted, trust_marks=again)
+    answered = again or life.run.created or life.far.look()
+    claimed = runs.claims(places)
+    resumed = {number: claim.resumed_from for number, claim in claimed.items()}
+    start = resume.choose(
+        places, resumed, life.journal.record, hinted, trust_marks=again, bring=life.far.bring, told_all=answered
+    )
     number = max([*claimed, *resume.attempts_seen(places)], default=0) + 1
     folder = start.folder.name if start.folder else ""
     claim = runs.claim(places, number, start.step, folder, life.flow_run)
     if claim is None:
         raise Fenced(f"Attempt {number} of run {life.run.record.run} was claimed by another flow run.")
+    if not again:
+        life.far.claim(claim)
     life.journal.attempt = number
     life.journal.record("attempt.claimed", step=start.step, resumed_from=start.step, checkpoint=folder, tier=start.tier)
     if life.attempts_here == 0:
@@ -270,8 +286,11 @@ def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Jou
         show=progress.show,
         record=journal.record,
     )
-    supervisor = Supervisor(run.job, run.places, run.record, staged.staged.data, watch)
-    life = Life(run, journal, observer, supervisor, tracker, progress, prefect.flow_run_id, journal.past())
+    supervisor = Supervisor(run.job, run.places, run.record, staged.staged.data, watch, access=staged.access)
+    life = Life(
+        run, journal, observer, supervisor, tracker, progress, prefect.publish, prefect.flow_run_id, journal.past()
+    )
+    life.far = Far(run.places, staged.access, journal.record)
     observer.landed = life.landed
     life.gate = Gatekeeper(run.job, run.places, staged.staged, supervisor.token, journal.record)
     return life
@@ -286,6 +305,9 @@ def _open(life: Life, staged: Staged) -> None:
         life.journal.record(
             "run.created", at=life.run.record.created, queued_since=min(staged.began, life.run.record.created)
         )
+    if life.run.adopted:
+        life.journal.record("run.adopted", text=f"found on the object tier, {places.object}")
+        life.progress.say(f"run {life.run.record.run} is not on this machine; it was found in {places.object}")
     life.journal.record("flow.started", at=staged.began, flow_run=life.flow_run)
     life.journal.record("stage.started", at=staged.began)
     life.journal.record(
@@ -295,6 +317,7 @@ def _open(life: Life, staged: Staged) -> None:
         bytes=staged.staged.bytes,
         fetched=staged.staged.fetched,
     )
+    reporting.note(places, life.run.job, life.journal.record)
     life.supervisor.prepare()
     killed = process.sweep(process.token(life.run.record), life.run.job.grace_seconds, spare=life.supervisor.token)
     if killed:
@@ -305,13 +328,13 @@ def _open(life: Life, staged: Staged) -> None:
     life.tracker.start(at_once=not life.run.created)
 
 
-def _ask_mlflow(life: Life) -> Path | None:
+def _ask_mlflow(life: Life) -> resume.Hinted | None:
     """What MLflow names as the run's newest durable checkpoint. It is asked first; the tiers are the truth."""
     hint = life.tracker.hint(HINT_SECONDS)
-    if hint is None or not hint.checkpoint.startswith("file://"):
+    if hint is None or not hint.checkpoint.startswith(("file://", "s3://")):
         return None
     life.journal.record("tracking.hint", step=hint.step, checkpoint=hint.checkpoint)
-    return Path(unquote(urlsplit(hint.checkpoint).path))
+    return resume.Hinted(hint.checkpoint)
 
 
 def _note_lost_attempt(life: Life) -> None:

@@ -31,6 +31,7 @@ class Observer:
         self.landed: Callable[[Key, str], None] = lambda _key, _uri: None
         self.durable_step = 0
         self.durable: Key | None = None
+        self._landed = ""
         self.attempt = 0
         self._damaged: str | None = None
         self._takeover = False
@@ -121,8 +122,12 @@ class Observer:
     def _note_durable(self) -> None:
         keys = [Key.parse(folder) for folder, _, state in self._known if state is State.durable]
         newest = max((key for key in keys if key), default=None)
-        if newest is not None and newest != self.durable:
-            self.landed(newest, self._places.checkpoint("persistent", newest).as_uri())
+        if newest is not None:
+            far = (newest.folder, "object", State.durable) in self._known
+            uri = self._places.uri("object" if far else "persistent", newest.folder)
+            if uri != self._landed:
+                self.landed(newest, uri)
+                self._landed = uri
         self.durable = newest
         self.durable_step = newest.step if newest else 0
 

@@ -4,14 +4,16 @@ What does not verify is set aside by name and the one before is taken. A run tha
 starts at step 0 in silence.
 """
 
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.core.checkpoint import Key, State, Structure, candidates
-from everstep.core.errors import NoValidCheckpoint, StoreUnavailable
-from everstep.store import checkpoint, jsonl, marks, transfer
+from everstep.core.errors import Damaged, NoValidCheckpoint, StoreUnavailable
+from everstep.store import checkpoint, jsonl, marks, mirror
 from everstep.store.layout import RunPlaces
+from everstep.store.objects import NotThere
 
 Record = Callable[..., None]
 
@@ -25,46 +27,121 @@ class Start:
     tier: str = ""
 
 
+@dataclass(frozen=True)
+class Hinted:
+    """A checkpoint that MLflow names: its folder's URI, `file://` or `s3://`."""
+
+    uri: str
+
+    @property
+    def key(self) -> Key | None:
+        return Key.parse(self.uri.rstrip("/").rpartition("/")[2])
+
+
+Bring = Callable[[str, Key], Path]
+"""Brings the checkpoint at a URI to the local tier, proven, and says where it is. Raises NotThere, Damaged, ..."""
+
+
 def choose(
-    places: RunPlaces, resumed: Mapping[int, int], record: Record, hinted: Path | None = None, *, trust_marks: bool
+    places: RunPlaces,
+    resumed: Mapping[int, int],
+    record: Record,
+    hinted: Hinted | None = None,
+    *,
+    trust_marks: bool,
+    bring: Bring | None = None,
+    told_all: bool = True,
 ) -> Start:
     """The resume point of the next attempt.
 
-    `resumed` maps claimed attempts to the steps they resumed from. `hinted` is the folder that MLflow names: it counts
-    when it is newer than all that the tiers hold, and is brought to the local one. With `trust_marks` a checkpoint that this flow run
-    has verified before is not read again (the child proves every byte while it loads). Raises NoValidCheckpoint.
+    `resumed` maps claimed attempts to the steps they resumed from. `hinted` is what MLflow names: it counts when it is
+    newer than all that the tiers hold. With `trust_marks` a checkpoint that this flow run has verified before is not
+    read again (the child proves every byte while it loads). `bring` reaches those that are on no disk of this machine.
+    Without `told_all` the object tier has not answered: then an older checkpoint may do, but not the beginning.
+    Raises NoValidCheckpoint, StoreUnavailable.
     """
-    structure = checkpoint.read_structure(places.persistent)
+    search = _Search(places, record, checkpoint.read_structure(places.persistent), trust_marks, bring)
     held = {tier: checkpoint.find(places.checkpoints(tier)) for tier in places.tiers}
     _name_torn(places, held, record)
     committed = {key for keys, _ in held.values() for key in keys}
-    silent: list[StoreUnavailable] = []
-    best = candidates(committed, resumed)
-    if hinted is not None and (key := Key.parse(hinted.name)) and candidates({key, *best}, resumed)[:1] != best[:1]:
-        result = checkpoint.verify(hinted, structure=structure, run=places.persistent.name)
-        if result.ok:
-            near = places.checkpoint("local", key)
-            transfer.copy(hinted, near)
-            return Start(key.step, near, "local")
-        record("checkpoint.unreadable", checkpoint=key.folder, tier="mlflow", text=result.why)
-    for key in best:
-        for tier, (keys, _) in held.items():
-            if key not in keys:
-                continue
-            try:
-                if _passes(places, key, tier, structure, trust_marks=trust_marks):
-                    return Start(key.step, places.checkpoint(tier, key), tier)
-            except StoreUnavailable as error:  # another tier, or an older checkpoint, may do
-                silent.append(error)
-                record("checkpoint.unreadable", checkpoint=key.folder, tier=tier, text=str(error))
-    if silent:
-        raise silent[0]
-    if committed or _ever_saved(places):
+    named = hinted.key if hinted else None
+    for key in candidates({*committed, *([named] if named else [])}, resumed):
+        for tier in [tier for tier, (keys, _) in held.items() if key in keys]:
+            if start := search.start(key, tier, places.uri(tier, key.folder)):
+                return start
+        if hinted and key == named and key not in committed and (start := search.start(key, "mlflow", hinted.uri)):
+            return start
+    if search.silent:
+        raise search.silent[0]
+    if committed or named or _ever_saved(places):
         raise NoValidCheckpoint(
             f"Run {places.persistent.name} has committed checkpoints, but none verifies; nothing was deleted. "
             f"Look at {places.persistent / 'marks'} for the reasons, put a good copy back, or set fresh: true."
         )
+    if not told_all:
+        raise StoreUnavailable(
+            f"Whether {places.object} holds checkpoints of run {places.persistent.name} cannot be told now, and no other "
+            "tier has one; it does not begin anew for that. Run the same command when the store answers."
+        )
     return Start(0, None)
+
+
+@dataclass
+class _Search:
+    """Tries one copy of a checkpoint after the other, and says of each that fails why."""
+
+    places: RunPlaces
+    record: Record
+    structure: Structure | None
+    trust_marks: bool
+    bring: Bring | None
+    silent: list[StoreUnavailable] = field(default_factory=list)
+
+    def start(self, key: Key, tier: str, uri: str) -> Start | None:
+        try:
+            if tier in ("local", "persistent"):
+                good = _passes(self.places, key, tier, self.structure, trust_marks=self.trust_marks)
+                return Start(key.step, self.places.checkpoint(tier, key), tier) if good else None
+            return self._start_far(key, tier, uri)
+        except StoreUnavailable as error:  # another tier, or an older checkpoint, may do
+            self.silent.append(error)
+            self._say(key, tier, str(error))
+        return None
+
+    def _start_far(self, key: Key, tier: str, uri: str) -> Start | None:
+        """From a copy that must be brought near first."""
+        if State.quarantined in marks.states(self.places).get((key.folder, tier), set()):
+            return None
+        if self.bring is None:
+            return None
+        try:
+            near = self.bring(uri, key)
+        except NotThere as error:
+            self._say(key, tier, f"it is there no longer: {error}")
+            return None
+        except Damaged as error:
+            self._refuse(key, tier, str(error))
+            return None
+        name, job = self.places.persistent.name, self.places.persistent.parent.name
+        result = checkpoint.verify(near, structure=self.structure, run=name, job=job)
+        if not result.ok:
+            shutil.rmtree(near)
+            self._refuse(key, tier, result.why)
+            return None
+        if near == self.places.checkpoint("local", key):
+            marks.verified(self.places, key.folder, "local", result)
+        if tier == mirror.TIER:
+            marks.verified(self.places, key.folder, tier, result)
+        self.record("checkpoint.fetched", step=key.step, checkpoint=key.folder, tier=tier, uri=uri, bytes=result.bytes)
+        return Start(key.step, near, tier)
+
+    def _refuse(self, key: Key, tier: str, why: str) -> None:
+        if tier == mirror.TIER:
+            marks.quarantine(self.places, key.folder, tier, why)
+        self._say(key, tier, why)
+
+    def _say(self, key: Key, tier: str, why: str) -> None:
+        self.record("checkpoint.unreadable", checkpoint=key.folder, tier=tier, text=why)
 
 
 @dataclass(frozen=True)
@@ -98,6 +175,8 @@ def _passes(places: RunPlaces, key: Key, tier: str, structure: Structure | None,
     known = marks.states(places).get((key.folder, tier), set())
     if State.quarantined in known:
         return False
+    if tier == mirror.TIER:  # on the object tier it was proven before its commit; reading it again is for a resume
+        return bool(known)
     if trust_marks and State.verified in known:
         return True
     result = checkpoint.verify(places.checkpoint(tier, key), structure=structure, run=places.persistent.name)
@@ -112,7 +191,7 @@ def _name_torn(places: RunPlaces, held: Mapping[str, tuple[list[Key], list[Key]]
     """A folder without a manifest is no checkpoint. One that had been committed has lost it: that is damage."""
     saved = saved_folders(places)
     for tier, (_, torn) in held.items():
-        for key in torn:
+        for key in torn if tier != mirror.TIER else ():
             if (key.folder, tier) in saved:
                 marks.quarantine(places, key.folder, tier, f"{key.folder}: manifest.json is missing.")
             else:

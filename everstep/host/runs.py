@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from everstep.core.checkpoint import AttemptClaim, RunRecord
 from everstep.core.dataset import DatasetManifest
@@ -31,21 +31,37 @@ class Run:
     places: RunPlaces
     created: bool
     final: dict[str, Any] | None
+    adopted: bool = False
+    """Whether its directory has just been made from what the object tier holds."""
+
+
+class Elsewhere(Protocol):
+    """Where a run may be that this machine does not know."""
+
+    def records(self) -> list[RunRecord]: ...
+
+    def restore(self, record: RunRecord, places: RunPlaces) -> None: ...
 
 
 @contextmanager
 def own(
-    job: TrainJob, dataset: DatasetManifest, flow_run: str, code_version: str, *, take_over: bool = False
+    job: TrainJob,
+    dataset: DatasetManifest,
+    flow_run: str,
+    code_version: str,
+    *,
+    take_over: bool = False,
+    elsewhere: Elsewhere | None = None,
 ) -> Iterator[Run]:
     """Find or create the job's run and hold its lock.
 
-    `take_over` asks the present owner to save and leave, and waits for that. Raises ValueError when another
+    A run that this machine does not know is looked for `elsewhere` before a new one is made. `take_over` asks the present owner to save and leave, and waits for that. Raises ValueError when another
     fingerprint is unfinished under this name, AlreadyOwned when another process trains this run.
     """
     home = Path(job.tiers.persistent) / job.name
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(home / ".lock"):
-        run = _find_or_create(job, dataset, home, flow_run, code_version)
+        run = _find_or_create(job, dataset, home, flow_run, code_version, elsewhere)
     lock = _lock(run.places.persistent / "owner.lock", wait=False)
     if lock is None and take_over and run.final is None:
         lock = _take_over(run, job.grace_seconds + 15)
@@ -78,12 +94,28 @@ def _take_over(run: Run, patience: float) -> int | None:
     return None
 
 
-def _find_or_create(job: TrainJob, dataset: DatasetManifest, home: Path, flow_run: str, code_version: str) -> Run:
+def _find_or_create(
+    job: TrainJob,
+    dataset: DatasetManifest,
+    home: Path,
+    flow_run: str,
+    code_version: str,
+    elsewhere: Elsewhere | None = None,
+) -> Run:
     fingerprint = job.fingerprint(dataset.fingerprint)
     known = runs(home)
     mine = next((record for record in reversed(known) if record.fingerprint == fingerprint), None)
-    if job.fresh and not (mine and flow_run and mine.flow_run == flow_run):
-        return _create(job, dataset, fingerprint, home, known, flow_run, code_version)
+    fresh = job.fresh and not (mine and flow_run and mine.flow_run == flow_run)
+    far = elsewhere.records() if elsewhere and (fresh or mine is None) else []
+    taken = [record.run for record in far]
+    if fresh:
+        return _create(job, dataset, fingerprint, home, taken, flow_run, code_version)
+    there = [record for record in far if record.fingerprint == fingerprint and record.name == job.name]
+    if elsewhere and mine is None and there:
+        mine = max(there, key=lambda record: _number(record.run))
+        places = _places(job, mine.run)
+        elsewhere.restore(mine, places)
+        return Run(job, mine, places, created=False, final=None, adopted=True)
     if mine is not None:
         places = _places(job, mine.run)
         final = final_line(places)
@@ -92,7 +124,7 @@ def _find_or_create(job: TrainJob, dataset: DatasetManifest, home: Path, flow_ru
         return Run(job, mine, places, created=False, final=final if finished or ended_early else None)
     if known:
         _refuse_change(job, dataset, known[-1])
-    return _create(job, dataset, fingerprint, home, known, flow_run, code_version)
+    return _create(job, dataset, fingerprint, home, taken, flow_run, code_version)
 
 
 def _refuse_change(job: TrainJob, dataset: DatasetManifest, newest: RunRecord) -> None:
@@ -123,11 +155,11 @@ def _create(
     dataset: DatasetManifest,
     fingerprint: str,
     home: Path,
-    known: list[RunRecord],
+    taken: list[str],
     flow_run: str,
     code_version: str,
 ) -> Run:
-    number = max((_number(path.name) for path in home.iterdir()), default=0) + 1
+    number = max(map(_number, [*taken, *(path.name for path in home.iterdir())]), default=0) + 1
     run = f"r{number:03d}-{fingerprint[:8]}"
     places = _places(job, run)
     for folder in ("attempts", "segments", "marks", "logs", "checkpoints"):
