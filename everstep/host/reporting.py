@@ -114,6 +114,14 @@ def attempt(
     return written
 
 
+def draft(
+    reporter: Reporter, final: Mapping[str, Any], record: Callable[..., None], *, quick: bool = False
+) -> tuple[str, ...]:
+    """Write the report as it stands before MLflow is told of the end; the names of the files that MLflow may have."""
+    written = attempt(reporter, history.read(reporter.places), final, record, lambda _report: None, quick=quick)
+    return (html_file(reporter.places).name, json_file(reporter.places).name) if written else ()
+
+
 def html_file(places: RunPlaces) -> Path:
     return places.persistent / "report.html"
 

@@ -7,10 +7,9 @@ until delivered, and rests in `tracking.json` of the run directory while MLflow 
 """
 
 import random
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +17,7 @@ from everstep.core.checkpoint import Key
 from everstep.core.errors import Damaged
 from everstep.core.promotion import Candidate, Promotion, Wish
 from everstep.core.record import Versioned
+from everstep.core.secrets import without_secrets
 from everstep.host.mlflow_speaker import Hint, Speaker, Subject
 from everstep.host.promoter import Gone, Promoter
 from everstep.host.registry_turn import Busy
@@ -39,6 +39,7 @@ class Wishes(Versioned):
     status: str | None = None
     candidate: Wish | None = None
     release: Wish | None = None
+    artifacts: tuple[str, ...] = ()
 
 
 class Tracker:
@@ -145,6 +146,13 @@ class Tracker:
                 self._changed.wait(min(left, 0.5))
             return self.promotion or self._postponed(wish)
 
+    def artifacts(self, names: Iterable[str]) -> None:
+        """Small files of the run directory that MLflow is to show with the run; tried once when MLflow answers."""
+        with self._changed:
+            wanted = tuple(dict.fromkeys((*self._wishes.artifacts, *names)))
+            self._wishes = self._wishes.model_copy(update={"artifacts": wanted})
+            self._changed.notify_all()
+
     def finish(self, status: str, durable: Path | None) -> None:
         """The run is `completed`, `stopped` or `failed`, with its newest durable checkpoint."""
         key = Key.parse(durable.name) if durable else None
@@ -221,6 +229,7 @@ class Tracker:
                 self._hint, self._known = self._speaker.hint, True
             wishes = self._wishes
             self._changed.notify_all()
+        self._hand_over(found, wishes.artifacts)
         self._speaker.tell(wishes.tags, wishes.status, lambda: self._over)
         self._trouble = None
         self._fulfil(found)
@@ -232,6 +241,15 @@ class Tracker:
             self._complete = done and closing
             self._over = self._over or self._complete
             self._changed.notify_all()
+
+    def _hand_over(self, run_id: str, names: Iterable[str]) -> None:
+        """A store that refuses files is told of once, and holds up nothing else: the run directory has them."""
+        for name in names:
+            try:
+                self._speaker.client.log_artifact(run_id, str(self._metrics.with_name(name)))
+            except Exception as error:  # noqa: BLE001 - the edge of the thread, as in _run
+                self._notice("tracking.artifact", f"MLflow did not take {name}: {_in_words(error)}")
+                return
 
     def _fulfil(self, run_id: str) -> None:
         """Promotions, the proposal first. Their failures hold up no metrics: they are tried again by a clock of their own."""
@@ -304,7 +322,7 @@ class Tracker:
 def _in_words(error: Exception | None) -> str:
     """The first line of an error, without a password that a URL in it may hold."""
     words = str(error).splitlines()
-    return re.sub("//[^/@]*@", "//...@", f"{type(error).__name__}: {words[0] if words else ''}")[:500]
+    return without_secrets(f"{type(error).__name__}: {words[0] if words else ''}")[:500]
 
 
 def _gone(wish: Wish, why: str) -> Promotion:
@@ -323,4 +341,5 @@ def _left_over(file: Path) -> Wishes:
 def _without(wishes: Wishes, told: Wishes) -> Wishes:
     tags = {key: value for key, value in wishes.tags.items() if told.tags.get(key) != value}
     status = None if wishes.status == told.status else wishes.status
-    return wishes.model_copy(update={"tags": tags, "status": status})
+    artifacts = tuple(name for name in wishes.artifacts if name not in told.artifacts)
+    return wishes.model_copy(update={"tags": tags, "status": status, "artifacts": artifacts})
