@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from everstep.core.job import Best
 from everstep.core.record import Record
@@ -23,6 +23,7 @@ METRICS_LIMIT = 4000
 """Characters of the metrics' tag. A model with more metrics shows the one that counts."""
 
 Metrics = Mapping[str, float | str]
+_METRICS = TypeAdapter(dict[str, float | str])
 
 
 class Candidate(Record):
@@ -61,15 +62,9 @@ class Version(Record):
     def metrics(self) -> dict[str, float | str]:
         """What its tag says; empty where there is no readable one."""
         try:
-            return Candidate.model_validate(
-                {"job": "", "run": "", "checkpoint": "", "step": 0, "uri": "", "metrics": json.loads(self._said)}
-            ).metrics
-        except (ValueError, ValidationError):
+            return _METRICS.validate_json(self.tags.get("everstep.metrics", ""))
+        except ValidationError:
             return {}
-
-    @property
-    def _said(self) -> str:
-        return self.tags.get("everstep.metrics", "")
 
 
 class Probe(Record):

@@ -9,7 +9,7 @@ process began. Any call may raise whatever MLflow raises.
 
 import argparse
 import json
-import re
+import random
 import secrets
 import sys
 import time
@@ -20,6 +20,7 @@ from typing import Any
 from everstep.core.errors import EverstepError, StoreUnavailable
 from everstep.core.promotion import CANDIDATE, PREVIOUS, PRODUCTION, Version
 from everstep.core.record import Record
+from everstep.core.secrets import without_secrets
 from everstep.host import mlflow_run, registry_turn
 from everstep.host.registry_turn import Turn, code
 from everstep.store import faults
@@ -27,6 +28,7 @@ from everstep.store import faults
 PATIENCE_SECONDS = 10.0
 ROLLBACK_PATIENCE = 90.0
 MOVES_KEPT = 4
+TRIES = 3
 _MOVE = "everstep.move."
 
 
@@ -76,7 +78,9 @@ def register(client: Any, name: str, run_id: str, source: str, tags: Mapping[str
     if not known:
         _ensure(client, name)
         faults.point("promote.before_version")
-        made = client.create_model_version(name, source, run_id=run_id, tags=dict(tags), await_creation_for=0)
+        made = _despite_others(
+            lambda: client.create_model_version(name, source, run_id=run_id, tags=dict(tags), await_creation_for=0)
+        )
         faults.point("promote.after_version")
         known = _same(client, name, run_id, tags) or [str(made.version)]
         if str(made.version) != known[0]:  # somebody registered the same at the same time: the first one counts
@@ -88,7 +92,7 @@ def point_candidate(client: Any, name: str, number: str) -> None:
     """Give a version the alias `candidate`. The last to say so is right: no turn is needed."""
     faults.point("promote.before_candidate")
     if _look(client, name).aliases.get(CANDIDATE) != number:
-        client.set_registered_model_alias(name, CANDIDATE, number)
+        _despite_others(lambda: client.set_registered_model_alias(name, CANDIDATE, number))
     faults.point("promote.after_candidate")
 
 
@@ -114,8 +118,10 @@ def release(
             return Released(now, seen.aliases.get(PREVIOUS), why)
         move = Move(production=number, previous=now or seen.aliases.get(PREVIOUS))
         _make(client, name, seen.ticket + 1, move, turn)
-    _confirm(client, name, seen.ticket + 1)
-    return Released(number, move.previous)
+    ends = _confirmed(client, name, seen.ticket + 1).aliases
+    held = ends.get(PRODUCTION)
+    late = "" if held == number else f"version {held} took its place at the same moment."
+    return Released(held, ends.get(PREVIOUS), late)
 
 
 def rollback(name: str, tracking_uri: str) -> RolledBack:
@@ -131,10 +137,10 @@ def rollback(name: str, tracking_uri: str) -> RolledBack:
         return _roll_back(mlflow_run.connect(tracking_uri), name)
     except (ValueError, EverstepError):
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, this is what it means
         first = (str(error).splitlines() or [""])[0]
-        where = re.sub("//[^/@]*@", "//...@", tracking_uri)
-        raise StoreUnavailable(f"MLflow at {where} did not do it ({first[:200]}); try again.") from error
+        text = f"MLflow at {tracking_uri} did not do it ({first[:200]}); try again."
+        raise StoreUnavailable(without_secrets(text)) from None  # the cause would repeat a password
 
 
 def _roll_back(client: Any, name: str) -> RolledBack:
@@ -152,7 +158,7 @@ def _roll_back(client: Any, name: str) -> RolledBack:
                 f"name: {name!r} has no version with the alias previous, so there is nothing to go back to."
             )
         _make(client, name, seen.ticket + 1, Move(production=before, rolled_back=now), turn)
-    _confirm(client, name, seen.ticket + 1)
+    _confirmed(client, name, seen.ticket + 1)
     return RolledBack(name, now or "", before)
 
 
@@ -254,15 +260,27 @@ def _apply(client: Any, name: str, move: Move) -> None:
         client.delete_registered_model_alias(name, PREVIOUS)
 
 
-def _confirm(client: Any, name: str, ticket: int) -> None:
-    """Our writes may have come after another's, had we been held up for longer than a lease: then the newest move holds."""
+def _confirmed(client: Any, name: str, ticket: int) -> _Seen:
+    """The model as it is now. Had we been held up for longer than a lease, another's newer move holds, not our late one."""
     seen = _look(client, name)
-    while seen.ticket > ticket:
-        newest, move = seen.ticket, seen.moves[seen.ticket]
-        _apply(client, name, move)
+    settled = ticket
+    while seen.ticket > settled:
+        settled = seen.ticket
+        _apply(client, name, seen.moves[settled])
         seen = _look(client, name)
-        if seen.ticket == newest:
-            return
+    return seen
+
+
+def _despite_others(do: Callable[[], Any]) -> Any:
+    """MLflow inserts rows without asking first: of two who do so at the same moment one is refused, and may ask again."""
+    for _ in range(TRIES):
+        try:
+            return do()
+        except Exception as error:
+            if "UNIQUE constraint" not in str(error) and "duplicate key" not in str(error):
+                raise
+            time.sleep(random.uniform(0.05, 0.2))  # noqa: S311 - jitter
+    return do()
 
 
 def _note(client: Any, name: str, ticket: int, move: Move) -> None:

@@ -1,40 +1,22 @@
 """MLflow through outages and restarts: one run, each step once, and nothing that waits for it."""
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rigs import mlflow_server
 
 from everstep.host import mlflow_run
-from everstep.host.tracking import Hint, Subject, Tracker, ask
+from everstep.host.mlflow_speaker import Hint, Subject, hint_in
+from everstep.host.tracking import Tracker
 from everstep.store import jsonl
 
 SUBJECT = Subject("job", "run-1", {"everstep.job": "job", "everstep.fingerprint": "f" * 64}, {"config": {"layers": 4}})
-
-
-@pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated MLflow database; migrations take seconds, a copy does not."""
-    file = tmp_path_factory.mktemp("mlflow") / "template.db"
-    mlflow_run.connect(f"sqlite:///{file}").search_experiments()
-    return file
-
-
-@pytest.fixture
-def uri(template: Path, tmp_path: Path) -> str:
-    shutil.copy(template, tmp_path / "mlflow.db")
-    return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
 @pytest.fixture
@@ -100,7 +82,7 @@ def test_a_run_is_shown_whole(uri: str, metrics: Path) -> None:
     assert history(uri, one.run_id, "samples") == [(step, 4.0 * step) for step in range(1, 22)]
     assert history(uri, one.run_id, "eval/accuracy") == [(21, 0.5)]
     assert history(uri, one.run_id, "eval/bad key_") == [(21, 1.0)]
-    assert ask(uri, "job", "run-1", 20) == Hint(found.data.tags["everstep.checkpoint"], 20, one.run_id)
+    assert hint_in(found) == Hint(found.data.tags["everstep.checkpoint"], 20, one.run_id)
     assert not metrics.with_name("tracking.json").exists()
 
 
@@ -198,14 +180,6 @@ def test_a_deleted_experiment_is_named_and_its_restoration_awaited(uri: str, met
     assert [kind for kind, _ in heard] == ["tracking.away", "tracking.back"]
 
 
-def test_nothing_is_asked_of_a_database_that_is_not_there(tmp_path: Path) -> None:
-    began = time.monotonic()
-    assert ask(f"sqlite:///{tmp_path / 'none.db'}", "job", "run-1", 10) is None
-    assert time.monotonic() - began < 1
-    assert not (tmp_path / "none.db").exists()
-    assert ask("http://127.0.0.1:9", "job", "run-1", 0.2) is None
-
-
 def test_a_tracker_that_never_started_closes_quietly(uri: str, metrics: Path) -> None:
     one = tracker(uri, metrics)
     one.close_quickly()
@@ -249,105 +223,7 @@ def runs_exist(uri: str) -> bool:
     return mlflow_run.connect(uri).get_experiment_by_name("job") is not None and bool(runs(uri))
 
 
-class Proxy:
-    """Stands in front of a server and misbehaves on request: 500, hang, or do the work and drop the reply."""
-
-    def __init__(self, target: int) -> None:
-        self.mode = "pass"
-        self.dropped = 0
-        self.release = threading.Event()
-        proxy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if proxy.mode == "hang":
-                    proxy.release.wait(30)
-                if proxy.mode in ("hang", "500"):
-                    self.send_response(500)
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
-                    return
-                backend = HTTPConnection("127.0.0.1", target, timeout=30)
-                backend.request(self.command, self.path, body, dict(self.headers))
-                answer = backend.getresponse()
-                content = answer.read()
-                backend.close()
-                if proxy.mode == "drop" and self.path.endswith("log-batch"):
-                    proxy.dropped += 1
-                    proxy.mode = "pass"
-                    self.close_connection = True
-                    return
-                self.send_response(answer.status)
-                self.send_header("Content-Type", answer.headers.get("Content-Type", "application/json"))
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # noqa: N815 - http.server names them
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.uri = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self) -> None:
-        self.release.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-
-@pytest.fixture(scope="session")
-def server(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
-    """MLflow's own web application on a free port, without the process manager that makes its start slow; its database."""
-    folder = tmp_path_factory.mktemp("server")
-    shutil.copy(template, folder / "server.db")
-    uri = f"sqlite:///{folder / 'server.db'}"
-    environment = os.environ | {
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
-        "_MLFLOW_SERVER_FILE_STORE": uri,
-        "_MLFLOW_SERVER_ARTIFACT_ROOT": str(folder / "artifacts"),
-    }
-    command = [sys.executable, "-W", "ignore", "-c", SERVER]
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    try:
-        assert process.stdout is not None
-        yield int(process.stdout.readline()), uri
-    finally:
-        process.kill()
-        process.communicate()
-
-
-SERVER = """
-import os, sys, threading
-from werkzeug.serving import make_server
-from mlflow.server import app
-server = make_server("127.0.0.1", 0, app, threaded=True)
-print(server.server_port, flush=True)
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-server.serve_forever()
-"""
-
-
-@pytest.fixture
-def proxy(server: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    proxy = Proxy(server[0])
-    try:
-        yield proxy
-    finally:
-        proxy.close()
-
-
-def test_outages_cost_neither_time_nor_metrics(proxy: Proxy, server: tuple[int, str], metrics: Path) -> None:
+def test_outages_cost_neither_time_nor_metrics(proxy: mlflow_server.Proxy, server: tuple[int, str], metrics: Path) -> None:
     heard: list[str] = []
     one = tracker(proxy.uri, metrics, notice=lambda kind, _: heard.append(kind))
     one.start()
@@ -390,7 +266,7 @@ def test_outages_cost_neither_time_nor_metrics(proxy: Proxy, server: tuple[int, 
     assert not metrics.with_name("tracking.json").exists()
 
 
-def test_what_could_not_be_said_is_replayed_later(proxy: Proxy, server: tuple[int, str], metrics: Path) -> None:
+def test_what_could_not_be_said_is_replayed_later(proxy: mlflow_server.Proxy, server: tuple[int, str], metrics: Path) -> None:
     proxy.mode = "500"
     train(metrics, 1, range(1, 4))
     later = Subject("later", "run-2")

@@ -1,0 +1,97 @@
+"""MLflow's own web application without the process manager that makes its start slow, and a proxy that misbehaves."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+@contextmanager
+def serving(database: Path, artifacts: Path) -> Iterator[int]:
+    """The port of a server on this SQLite file, for the length of the block. It ends with this process."""
+    environment = os.environ | {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "_MLFLOW_SERVER_FILE_STORE": f"sqlite:///{database}",
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
+        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": str(artifacts),
+        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", SERVER]
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+SERVER = """
+import os, sys, threading
+from werkzeug.serving import make_server
+from mlflow.server import app
+server = make_server("127.0.0.1", 0, app, threaded=True)
+print(server.server_port, flush=True)
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+server.serve_forever()
+"""
+
+
+class Proxy:
+    """Stands in front of a server and misbehaves on request: 500, hang, or do the work and drop the reply."""
+
+    def __init__(self, target: int) -> None:
+        self.mode = "pass"
+        self.dropped = 0
+        self.release = threading.Event()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if proxy.mode == "hang":
+                    proxy.release.wait(30)
+                if proxy.mode in ("hang", "500"):
+                    self.send_response(500)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                backend = HTTPConnection("127.0.0.1", target, timeout=30)
+                backend.request(self.command, self.path, body, dict(self.headers))
+                answer = backend.getresponse()
+                content = answer.read()
+                backend.close()
+                if proxy.mode == "drop" and self.path.endswith("log-batch"):
+                    proxy.dropped += 1
+                    proxy.mode = "pass"
+                    self.close_connection = True
+                    return
+                self.send_response(answer.status)
+                self.send_header("Content-Type", answer.headers.get("Content-Type", "application/json"))
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # noqa: N815 - http.server names them
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self.release.set()
+        self.server.shutdown()
+        self.server.server_close()
