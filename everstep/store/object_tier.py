@@ -25,7 +25,7 @@ from everstep.core.errors import Damaged, StoreUnavailable
 from everstep.core.place import ObjectPlace, is_object
 from everstep.store import atomic, checkpoint, digest, faults
 from everstep.store.folder import FolderStore
-from everstep.store.objects import Exists, NotThere, ObjectStore
+from everstep.store.objects import Changed, Exists, NotThere, ObjectStore
 
 if TYPE_CHECKING:
     from everstep.store.s3 import Access
@@ -273,11 +273,17 @@ class ObjectTier:
         stat = self._store.head(key)
         if stat is None or stat.size != size:
             raise NotThere(f"{key} is not there with {size} bytes.")
+        try:
+            yield from self._pieces_of(key, size, stat.etag)
+        except Changed as error:
+            raise StoreUnavailable(f"{error} It changed while it was read; look again.") from error
+
+    def _pieces_of(self, key: str, size: int, etag: str) -> Iterator[bytes]:
         with ThreadPoolExecutor(AHEAD, thread_name_prefix="everstep-read") as pool:
             waiting: list[Future[bytes]] = []
             for start in range(0, size, PIECE):
                 end = min(start + PIECE, size)
-                waiting.append(pool.submit(self._store.read, key, start, end, etag=stat.etag))
+                waiting.append(pool.submit(self._store.read, key, start, end, etag=etag))
                 if len(waiting) == AHEAD:
                     yield waiting.pop(0).result()
             for one in waiting:
