@@ -68,17 +68,24 @@ def _with_tiers(job: TrainJob, block: TiersBlock) -> tuple[TrainJob, Access | No
 def _load(kind: type[B], field: str, name: str) -> B:
     try:
         return kind.load(name, _sync=True)  # type: ignore[call-arg, return-value]
-    except ValidationError as error:  # itself a ValueError; its text is long
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        why = first["msg"].removeprefix("Value error, ")
-        said = f"{where}: {why}" if where else why
-        raise ValueError(f"{field}: the block {name!r} is not right ({said}); mend it in Prefect's UI.") from None
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, ValidationError):
+            raise
+        why = _first(error.__cause__)
+        raise ValueError(f"{field}: the block {name!r} is not right ({why}); mend it in Prefect's UI.") from None
     except ValueError:
         raise ValueError(
             f"{field}: Prefect at {get_current_settings().api.url} has no {kind.get_block_type_slug()} block named "
             f"{name!r}; make it there under Blocks, or set PREFECT_API_URL to the server that has it."
         ) from None
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong with a block, without what stands in it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    why = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {why}" if where else why
 
 
 @contextmanager

@@ -118,3 +118,18 @@ def _top_level_names(tree: ast.Module) -> set[str]:
                 waiting += getattr(node, field, [])
             waiting += [inner for handler in getattr(node, "handlers", []) for inner in handler.body]
     return names
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m everstep.host.jobs job.yaml` prints the job as JSON with absolute paths, as a deployment takes it."""
+    try:
+        job = read(Path(arguments[0] if arguments else ""))
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(job.model_dump_json(exclude_defaults=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
