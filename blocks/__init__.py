@@ -1,1 +1,6 @@
 """Places: Prefect blocks with fields and secrets, and methods that hand out plain objects of everstep."""
+
+from blocks.tiers import StorageTiers
+from blocks.tracking import Tracking
+
+__all__ = ["StorageTiers", "Tracking"]

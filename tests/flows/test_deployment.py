@@ -21,7 +21,6 @@ from tasks.places import placed
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deployments" / "prefect.yaml"
 SECRET, PASSWORD = "se3cret-of-the-tiers", "pa55word-of-mlflow"
-POOL = "everstep"
 
 
 @pytest.fixture
@@ -61,16 +60,20 @@ def prefect(prefect_api, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deployed(prefect):
-    """Pool and deployments on the server."""
-    prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
-    prefect("deploy", "--all", "--prefect-file", str(FILE))
+    """What docs/deployment.md says to do once: pool, blocks and deployments, by its own commands."""
+    page = (ROOT / "docs" / "deployment.md").read_text().splitlines()
+    commands = [line.partition("#")[0].split()[1:] for line in page if line.startswith("prefect ")]
+    once = [command for command in commands if {"create", "register", "deploy"} & set(command)]
+    assert len(once) == 3
+    for command in once:
+        prefect(*[word for word in command if word != "--no-prompt"])
 
 
 @pytest.fixture
 def worker(prefect, deployed, tmp_path):
     """A real process worker with its log, stopped by its own pid."""
     log = tmp_path / "worker.log"
-    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--limit", "1"]
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "everstep", "--limit", "1"]
     reset = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     with log.open("w") as output:
         process = subprocess.Popen(
