@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from everstep.host import console
 
@@ -65,6 +66,15 @@ def test_its_job_uses_defaults_where_it_says_what_they_are(mine):
     job = jobs.read(folder / "mine.yaml")
     assert job.tiers == TrainJob(name="x", program="a:b", data={"source": "d"}, steps=1).resolve(folder).tiers
     assert len(blocks("python")[0].splitlines()) <= 16, "a program in 15 lines"
+
+
+def test_what_it_adds_to_a_job_is_one():
+    from everstep.core.job import TrainJob
+
+    fields = yaml.safe_load(blocks("yaml")[0]) | yaml.safe_load(blocks("yaml")[1])
+    job = TrainJob.model_validate(fields)
+    assert job.release
+    assert job.tiers.object == "s3://models/everstep"
 
 
 def test_the_json_line_has_the_fields_of_the_table(mine):
