@@ -112,8 +112,11 @@ class Chronicle:
     def attempts(self) -> tuple[AttemptStory, ...]:
         """The story of each attempt, oldest first."""
         spent = costs(self.line())
+        happened: dict[int, list[Event]] = {}
+        for event in self.events:
+            happened.setdefault(event.attempt, []).append(event)
         return tuple(
-            _story(claim, [one for one in self.events if one.attempt == number], spent.get(number, 0.0))
+            _story(claim, happened.get(number, []), spent.get(number, 0.0))
             for number, claim in sorted(self.claims.items())
         )
 

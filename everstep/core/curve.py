@@ -105,11 +105,15 @@ class Rate:
 
     def add(self, time: float, amount: float, seconds: float) -> None:
         """`amount` was done in the `seconds` before `time`."""
-        if not (seconds > 0 and amount >= 0 and math.isfinite(amount) and math.isfinite(time)):
+        if not (seconds > 0 and 0 <= amount < math.inf and -math.inf < time < math.inf):
             return
-        cell = self._cells.setdefault(int(time // self.width), [0.0, 0.0])
-        cell[0] += amount
-        cell[1] += seconds
+        index = int(time // self.width)
+        cell = self._cells.get(index)
+        if cell is not None:
+            cell[0] += amount
+            cell[1] += seconds
+            return
+        self._cells[index] = [amount, seconds]
         while len(self._cells) > self.most:
             self._widen()
 

@@ -6,7 +6,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import Field, JsonValue
@@ -19,7 +19,7 @@ from everstep.core.health import Severity
 from everstep.core.job import Price
 from everstep.core.ledger import Event
 from everstep.core.record import Record, Versioned
-from everstep.core.timeline import Account, Bucket, Stretch, cost_parts
+from everstep.core.timeline import Account, Bucket, Stretch, account, cost_parts
 
 COLUMNS = 240
 MOST_LISTED = 1000
@@ -203,9 +203,9 @@ def summarise(facts: Facts) -> RunReport:
     """The report of a run."""
     chronicle, final = facts.chronicle, facts.final
     line = chronicle.line()
-    account = _account(chronicle, final)
-    cost = _cost(facts, account, chronicle.attempts)
-    attempts = _attempts(chronicle, line, cost)
+    spent = _account(line, final)
+    cost = _cost(facts, spent, chronicle.attempts)
+    attempts = _attempts(facts, line, cost)
     marks = _marks(chronicle.events)
     checkpoints = _checkpoints(chronicle, marks, final)
     notices = [_notice(one) for one in chronicle.events if _is_notable(one)]
@@ -225,7 +225,7 @@ def summarise(facts: Facts) -> RunReport:
         loss=facts.curves.loss,
         speed=_shifted(facts.curves, line[0].begin if line else 0.0),
         evaluations=dict(facts.curves.evaluations),
-        time=Spent(wall=account.wall, ettr=account.ettr, buckets={one.value: s for one, s in account.buckets.items()}),
+        time=Spent(wall=spent.wall, ettr=spent.ettr, buckets={one.value: s for one, s in spent.buckets.items()}),
         time_map=time_map(line),
         attempts=attempts[-MOST_LISTED:],
         attempts_in_all=len(attempts),
@@ -275,10 +275,10 @@ def _outcome(report: RunReport) -> str:
         case "failed":
             return f"Failed at step {report.step:,}{of}{': ' + why if why else ''}."
         case "killed":
+            saved = report.checkpoint_counts.get("saved")
+            on = "it can go on from its last checkpoint" if saved else "nothing was saved, so it begins anew"
             seen = f"; the last sign of life was {words.moment(report.last_sign)}" if report.last_sign else ""
-            return (
-                f"Killed: its flow vanished at step {report.step:,}{of}{seen}. It can go on from its last checkpoint."
-            )
+            return f"Killed: its flow vanished at step {report.step:,}{of}{seen}; {on}."
     return f"{report.status.capitalize()}: step {report.step:,}{of}."
 
 
@@ -331,18 +331,18 @@ def time_map(line: Sequence[Stretch], columns: int = COLUMNS) -> TimeMap:
     return TimeMap(begin=begin, seconds=width, columns=tuple(parts))
 
 
-def _account(chronicle: Chronicle, final: Mapping[str, Any]) -> Account:
+def _account(line: Sequence[Stretch], final: Mapping[str, Any]) -> Account:
     """That of the JSON line where there is one, so that both say the same."""
     told = final.get("buckets")
     if not isinstance(told, Mapping):
-        return chronicle.account()
+        return account(line)
     buckets = {bucket: float(told.get(bucket.value, 0.0)) for bucket in Bucket}
     return Account(wall=sum(buckets.values()), buckets=buckets)
 
 
-def _cost(facts: Facts, account: Account, attempts: Iterable[AttemptStory]) -> Cost:
+def _cost(facts: Facts, spent: Account, attempts: Iterable[AttemptStory]) -> Cost:
     ranks = facts.structure.world_size if facts.structure else _whole((facts.job or {}).get("ranks")) or 1
-    charged = max(0.0, account.wall - account.buckets[Bucket.queued] - account.buckets[Bucket.idle])
+    charged = max(0.0, spent.wall - spent.buckets[Bucket.queued] - spent.buckets[Bucket.idle])
     hours = charged * ranks / 3600
     restarts = sum(one.cost for one in attempts if one.outcome in ("failed", "lost")) * ranks / 3600
     price = facts.price.per_gpu_hour if facts.price else None
@@ -359,9 +359,11 @@ def _cost(facts: Facts, account: Account, attempts: Iterable[AttemptStory]) -> C
     )
 
 
-def _attempts(chronicle: Chronicle, line: Sequence[Stretch], cost: Cost) -> tuple[AttemptLine, ...]:
+def _attempts(facts: Facts, line: Sequence[Stretch], cost: Cost) -> tuple[AttemptLine, ...]:
     parts = cost_parts(line)
-    stories = chronicle.attempts
+    stories = facts.chronicle.attempts
+    if facts.status == "killed" and stories and stories[-1].outcome == "running":
+        stories = (*stories[:-1], replace(stories[-1], outcome="lost", cause="its flow vanished"))
     lines = []
     for index, one in enumerate(stories):
         spent = parts.get(one.attempt, {}) if one.outcome in ("failed", "lost") else {}
@@ -397,7 +399,9 @@ def _causes(attempts: Iterable[AttemptLine]) -> tuple[CauseLine, ...]:
             told.setdefault(re.sub(r"\d+", "#", cause), []).append(one)
     lines = [
         CauseLine(
-            text=words.first_line(group[0].cause, 200) if len(group) == 1 else text,
+            text=same.pop()
+            if len(same := {words.first_line(one.cause, 200) for one in group}) == 1 and any(same)
+            else text,
             times=len(group),
             cost_seconds=sum(one.cost_seconds for one in group),
         )
@@ -484,7 +488,12 @@ def _state(held: Held) -> str:
 def _counts(marks: Sequence[tuple[Happened, str]], standing: Iterable[CheckpointLine]) -> dict[str, int]:
     counts = {what: len({folder for mark, folder in marks if mark.what == what}) for what in (*_WHAT, "promoted")}
     lines = list(standing)
-    stood = ("saved", "verified", "durable", "quarantined")  # who watches may see a checkpoint only when it has moved on
+    stood = (
+        "saved",
+        "verified",
+        "durable",
+        "quarantined",
+    )  # who watches may see a checkpoint only when it has moved on
     counts["saved"] = len({folder for mark, folder in marks if mark.what in stood})
     counts["promoted"] = len({one.folder for one in lines if one.promoted}) or counts["promoted"]
     counts["standing"] = sum(1 for one in lines if set(one.tiers.values()) - {"gone", "torn"})

@@ -5,6 +5,7 @@ time whatever was killed. A cut says what begins (`core.cutting` makes them from
 out, `account` adds them up. `lost_work` is training that a later attempt threw away.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -77,18 +78,19 @@ def stretches(cuts: Iterable[Cut], end: float, resumed: Mapping[int, int]) -> li
     """
     ordered = sorted(cuts)
     line: list[Stretch] = []
+    left = {cut.attempt: left_at(cut.attempt, resumed) for cut in ordered}
     for index, cut in enumerate(ordered):
         until = ordered[index + 1].time if index + 1 < len(ordered) else max(end, cut.time)
         bucket = cut.bucket
-        if bucket is Bucket.productive and thrown_away(cut.attempt, cut.step, resumed):
+        if bucket is Bucket.productive and cut.step >= left[cut.attempt]:
             bucket = Bucket.lost_work
         line.append(Stretch(cut.time, until, bucket, cut.attempt, cut.step))
     return line
 
 
-def thrown_away(attempt: int, step: int, resumed: Mapping[int, int]) -> bool:
-    """Whether training that went on after `step` in `attempt` was repeated by a later attempt."""
-    return any(later > attempt and start <= step for later, start in resumed.items())
+def left_at(attempt: int, resumed: Mapping[int, int]) -> float:
+    """The step from which on later attempts repeated what `attempt` had trained; infinity if none did."""
+    return min((start for later, start in resumed.items() if later > attempt), default=math.inf)
 
 
 def account(line: Sequence[Stretch]) -> Account:

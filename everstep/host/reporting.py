@@ -32,7 +32,7 @@ from everstep.store import atomic, checkpoint
 from everstep.store.layout import RunPlaces
 
 WHOLE_BYTES = 512 * 2**20
-QUICK_BYTES = 24 * 2**20
+QUICK_BYTES = 12 * 2**20
 """After a stop signal little time is left: of longer metrics only samples are read then."""
 READ_SECONDS = 20.0
 PACKAGES = ("everstep", "prefect", "mlflow-skinny", "numpy")

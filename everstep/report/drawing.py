@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from everstep.core import words
 
 WIDTH = 900.0
-LEFT, RIGHT, TOP, BOTTOM = 70.0, 14.0, 24.0, 46.0
+LEFT, RIGHT, TOP, BOTTOM = 70.0, 14.0, 36.0, 50.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Canvas:
             self.add("line", x1=at, x2=at, y1=foot, y2=foot + 5, class_="axis")
             self.text(at, foot + 19, label, "middle", "tick" if index % 2 == 0 else "tick minor")
         self.add("line", x1=LEFT, x2=WIDTH - RIGHT, y1=foot, y2=foot, class_="axis")
-        self.text(WIDTH - RIGHT, self.height - 6, x_name, "end", "axis-name")
+        self.text(WIDTH - RIGHT, self.height - 4, x_name, "end", "axis-name")
         self.text(2, 13, y_name, "start", "axis-name")
 
 

@@ -110,7 +110,7 @@ def time_map(report: RunReport) -> Picture | None:
     if not told.columns:
         return None
     span = told.seconds * len(told.columns)
-    drawn = canvas(190, (0.0, span), (0.0, 1.0))
+    drawn = canvas(205, (0.0, span), (0.0, 1.0))
     x_ticks, unit = time_ticks(span)
     drawn.axes(
         x_ticks, [(0.0, "0 %"), (0.5, "50 %"), (1.0, "100 %")], f"{unit} since the beginning", "share of the time"
@@ -235,7 +235,7 @@ def _restarts(drawn: Canvas, places: Iterable[tuple[float, AttemptLine]]) -> Non
         at = drawn.x(x)
         drawn.add("line", x1=at, x2=at, y1=TOP - 8, y2=TOP + 4, class_="restart-tick")
     drawn.text(
-        (LEFT + drawn.x.end) / 2, TOP - 11, f"each stroke: one of {len(told):,} restarts", "middle", "restart-label"
+        (LEFT + drawn.x.end) / 2, TOP - 12, f"each stroke: one of {len(told):,} restarts", "middle", "restart-label"
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.core.cutting import StepDone, cuts, resumed
 from everstep.core.ledger import Event
 from everstep.core.segment import Phase, PhaseMark
-from everstep.core.timeline import Account, Bucket, Cut, account, costs, stretches, thrown_away
+from everstep.core.timeline import Account, Bucket, Cut, account, costs, left_at, stretches
 
 KINDS = [
     "run.created",
@@ -236,7 +236,7 @@ def test_no_events_make_no_account() -> None:
     ],
 )
 def test_thrown_away(attempt: int, step: int, claims: dict[int, int], lost: bool) -> None:
-    assert thrown_away(attempt, step, claims) is lost
+    assert (step >= left_at(attempt, claims)) is lost
 
 
 def test_an_attempt_without_successor_stands_at_its_newest_commit() -> None:
