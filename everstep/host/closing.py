@@ -135,6 +135,7 @@ def again(life: "Life") -> dict[str, Any]:
     if life.tracker.promotion is not None:  # it had to wait for MLflow when the run ended
         final = final | {"promotion": life.tracker.promotion.model_dump(mode="json")}
         atomic.write(life.run.places.final, (json.dumps(final) + "\n").encode())
+        reporting.attempt(life.reporter, history.read(life.run.places), final, life.journal.record, life.publish)
     outcome.deliver(final)
     return final
 
@@ -144,6 +145,9 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     places = life.run.places
     step = committed_step(places)
     durable = newest_on(places, "persistent")
+    quick = tracker_seconds <= QUICK_SECONDS
+    told = {"status": status, "step": step, "checkpoint": durable.as_uri() if durable else None}
+    life.tracker.artifacts(reporting.draft(life.reporter, told, life.journal.record, quick=quick))
     life.tracker.finish(status, durable)
     if durable and places.object and not _behind(places):
         life.tracker.checkpoint(places.uri("object", durable.name), step)
