@@ -128,7 +128,7 @@ def again(life: "Life") -> dict[str, Any]:
     """A finished run: nothing to do, the same line."""
     assert life.run.final is not None
     life.progress.say(f"run {life.run.record.run} is complete: nothing is left to train")
-    life.tracker.replay(15.0)
+    life.tracker.replay(life.run.job.limits.drain)
     if _behind(life.run.places):
         _drain_object(life, life.run.job.limits.drain)
     final = life.run.final

@@ -25,7 +25,7 @@ class Promoter:
 
     def __init__(self, places: RunPlaces) -> None:
         self._places = places
-        self._registered: dict[tuple[str, str], str] = {}
+        self._registered: dict[tuple[str, str, str], str] = {}
 
     def fulfil(self, client: Any, run_id: str, wish: Wish) -> Promotion:
         """Register the wished checkpoint as candidate, and release it if that is wished and nothing speaks against it.
@@ -52,7 +52,7 @@ class Promoter:
 
     def _register(self, client: Any, run_id: str, wish: Wish) -> str:
         one = wish.candidate
-        place = (one.checkpoint, one.manifest)
+        place = (one.checkpoint, one.manifest, one.uri)
         if place not in self._registered:
             manifest, one = self._looked_at(one)
             folder = f"checkpoints/{one.checkpoint}"

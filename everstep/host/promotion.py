@@ -113,7 +113,7 @@ def reproduced(life: "Life", chosen: Candidate, until: float) -> Probe:
         process.sweep(token, 0.0)
     probe = _told(answer, chosen.checkpoint)
     if probe is None:
-        how = f"ended with status {status}" if status is not None else f"did not end within limits.drain"
+        how = f"ended with status {status}" if status is not None else "did not end within limits.drain"
         why = f"its loss on the fixed batch could not be computed: the process {how}; its log is {log}"
         probe = Probe(checkpoint=chosen.checkpoint, ok=False, why=why)
     kind = "promotion.probe" if probe.ok else "promotion.mismatch"

@@ -30,6 +30,7 @@ ROLLBACK_PATIENCE = 90.0
 MOVES_KEPT = 4
 TRIES = 3
 _MOVE = "everstep.move."
+_URI = "everstep.uri"
 
 
 class Move(Record):
@@ -85,6 +86,8 @@ def register(client: Any, name: str, run_id: str, source: str, tags: Mapping[str
         known = _same(client, name, run_id, tags) or [str(made.version)]
         if str(made.version) != known[0]:  # somebody registered the same at the same time: the first one counts
             client.delete_model_version(name, str(made.version))
+    elif version(client, name, known[0]).tags.get(_URI) != tags.get(_URI):  # it stands on a more durable tier by now
+        client.set_model_version_tag(name, known[0], _URI, tags[_URI])
     return known[0]
 
 

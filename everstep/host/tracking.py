@@ -133,17 +133,11 @@ class Tracker:
 
         `waiting` if MLflow was not told by the deadline, or did not answer for `AWAY_SECONDS`: it stays wished.
         """
-        began = time.monotonic()
         with self._changed:
             self.promotion = None
             self._wishes = self._wishes.model_copy(update={"candidate": None, "release": wish})
             self._promote_again_at = 0.0
-            while self.promotion is None and self._thread.is_alive() and not self._over:
-                away = self._trouble is not None and not isinstance(self._trouble, Busy)
-                left = began + min(deadline_seconds, AWAY_SECONDS if away else deadline_seconds) - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(min(left, 0.5))
+            self._wait_while_it_answers(lambda: self.promotion is not None, deadline_seconds)
             return self.promotion or self._postponed(wish)
 
     def artifacts(self, names: Iterable[str]) -> None:
@@ -186,10 +180,25 @@ class Tracker:
         self.close(0.0)
 
     def replay(self, deadline_seconds: float) -> bool:
-        """Tell MLflow what an earlier flow run could not, and close. Nothing is done when nothing was left over."""
+        """Tell MLflow what an earlier flow run could not, and close. Nothing is done when nothing was left over.
+
+        Waits until the deadline while MLflow answers, else for `AWAY_SECONDS`.
+        """
         if self._file.exists():
+            self._closing = True
             self._thread.start()
-        return self.close(deadline_seconds)
+            with self._changed:
+                self._wait_while_it_answers(lambda: self._complete, deadline_seconds)
+        return self.close(0.0)
+
+    def _wait_while_it_answers(self, true: Callable[[], bool], deadline_seconds: float) -> None:
+        began = time.monotonic()
+        while not true() and self._thread.is_alive() and not self._over:
+            away = self._trouble is not None and not isinstance(self._trouble, Busy)
+            left = began + min(deadline_seconds, AWAY_SECONDS if away else deadline_seconds) - time.monotonic()
+            if left <= 0:
+                return
+            self._changed.wait(min(left, 0.5))
 
     def _wish(self, tags: Mapping[str, str] | None = None, status: str | None = None) -> None:
         with self._changed:
