@@ -60,6 +60,7 @@ class Reporter:
     """Makes the report of one run. `begin` reads the long file in the background, `write` does the rest."""
 
     places: RunPlaces
+    trouble: str = ""
     _thread: threading.Thread | None = None
     _curves: Curves = field(default_factory=Curves)
     _failure: Exception | None = None
@@ -110,7 +111,9 @@ def attempt(
         written = True
         publish(report)
     except Exception as error:  # noqa: BLE001 - the report's edge: recorded, and no reason for a run to fail
-        record("report.failed", severity=Severity.medium, text=_sentence(error))
+        before, reporter.trouble = reporter.trouble, _sentence(error)
+        if reporter.trouble != before:
+            record("report.failed", severity=Severity.medium, text=reporter.trouble)
     return written
 
 

@@ -30,6 +30,13 @@ def test_a_completed_run_has_its_page_and_its_record(completed):
     assert report.environment["torch"]
 
 
+def test_mlflow_shows_the_report_of_a_completed_run(completed):
+    desk, ended = completed
+    (page,) = (desk.folder / "mlartifacts" / "whole").glob(f"{ended.final['mlflow_run']}/artifacts/report.html")
+    assert "Completed: step 60 of 60." in page.read_text()
+    assert RunReport.model_validate_json(page.with_suffix(".json").read_bytes()).step == 60
+
+
 def test_prefect_shows_the_report_of_a_completed_run(completed, ask):
     desk, _ = completed
     (found,) = ask("artifacts/filter", {"artifacts": {"key": {"any_": ["report-whole"]}}})
