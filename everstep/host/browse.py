@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from everstep.core.chronicle import Chronicle, Held
+from everstep.core.chronicle import Chronicle, Held, Row
 from everstep.core.ledger import Event
 from everstep.core.words import size
 from everstep.host import history, runs
@@ -70,6 +70,35 @@ class RunView:
         return self.chronicle.events
 
     @cached_property
+    def metrics(self) -> Any:
+        """The steps that count as a pandas data frame by step: time, loss, and whatever else was recorded."""
+        return _frame([{"step": row.step, "time": row.time, **row.figures} for row in self._rows])
+
+    @cached_property
+    def evaluations(self) -> Any:
+        """What evaluate() gave, as a pandas data frame by step."""
+        return _frame([{"step": row.step, **row.evaluation} for row in self._rows if row.evaluation])
+
+    @property
+    def checkpoint_table(self) -> Any:
+        """The checkpoints as a pandas data frame, oldest first: which, on which tier, its state, size and reason."""
+        rows = [
+            {
+                "checkpoint": one.key.folder,
+                "tier": one.tier,
+                "state": _state(one),
+                "bytes": one.bytes,
+                "reason": one.reason,
+            }
+            for one in self.checkpoints
+        ]
+        return _frame(rows, index="checkpoint")
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        return history.rows(self.places)
+
+    @cached_property
     def report(self) -> str:
         """The page that `report.txt` holds at a flow run's end, as of now."""
         final = self.result if self.status != "running" else None
@@ -86,7 +115,7 @@ class RunView:
             (
                 one.key.folder,
                 one.tier,
-                "not committed" if one.torn else one.state.value,
+                _state(one),
                 size(one.bytes),
                 one.reason,
             )
@@ -95,6 +124,16 @@ class RunView:
         cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
         table = "".join(f"<tr>{row}</tr>" for row in cells)
         return f"<table><caption>{html.escape(head)}</caption>{table}</table>"
+
+
+def _state(held: Held) -> str:
+    return "not committed" if held.torn else held.state.value
+
+
+def _frame(rows: list[dict[str, Any]], index: str = "step") -> Any:
+    import pandas as pd
+
+    return pd.DataFrame(rows or [{index: None}]).set_index(index)[: len(rows)]
 
 
 def _places(folder: Path) -> RunPlaces:
