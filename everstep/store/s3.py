@@ -1,7 +1,6 @@
-"""One bucket of an S3 store. s3fs lists, describes, writes and deletes; bodies are read and large files written by obstore.
+"""One bucket of an S3 store. s3fs lists, describes, writes and deletes, obstore sends large files, and `s3_bodies` reads.
 
-Neither repeats a request by itself: the patience is here, so that one deadline holds for all. obstore's threads do not
-survive a fork; a forked child reads through s3fs.
+None repeats a request by itself, but obstore the parts of a file: the patience is here, so that one deadline holds.
 """
 
 import os
@@ -16,11 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from everstep.core.dataset import inside
 from everstep.core.errors import StoreUnavailable
 from everstep.store import s3_clients, s3_errors
 from everstep.store.objects import Changed, Exists, Moved, NotThere, ObjectStat
 from everstep.store.s3_access import Access, Keys, access
+from everstep.store.s3_bodies import Bodies
 from everstep.store.s3_errors import Asked, Expired, Passing
 
 if TYPE_CHECKING:
@@ -62,9 +61,8 @@ class Bucket:
         self._patience = patience
         self._closing = threading.Event()
         self._making = threading.Lock()
-        self._pid = self._born = os.getpid()
-        self._files: Any = None
-        self._readers: dict[bool, S3Store] = {}
+        self._pid = os.getpid()
+        self._clients: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         return f"Bucket({self.bucket!r}, {self._access!r})"
@@ -72,6 +70,8 @@ class Bucket:
     def close(self) -> None:
         """Waiting threads stop to ask again."""
         self._closing.set()
+        if bodies := self._clients.get("bodies"):
+            bodies.close()
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
         """See ObjectStore. Every call asks the store: nothing is remembered of earlier ones."""
@@ -110,22 +110,39 @@ class Bucket:
 
     def read(self, key: str, start: int = 0, end: int | None = None, *, etag: str | None = None) -> bytes:
         """See ObjectStore."""
-        return bytes(self.view(key, start, end, etag=etag))
-
-    def view(self, key: str, start: int = 0, end: int | None = None, *, etag: str | None = None) -> memoryview:
-        """As `read`, without a copy of the bytes."""
         if end is not None and end <= start:
-            return memoryview(b"")
+            return b""
         asked = self._asked("read", key)
-        once = self._view_forked if self._has_forked() or not _is_plain(key) else self._view
         try:
-            return self._patiently(asked, lambda: once(asked, start, end, etag))
+            return self._patiently(asked, lambda: self._read(asked, start, end, etag))
         except Changed:
             if start == 0 and end is None:  # an empty object has no range of bytes to give
                 found = self.head(key)
                 if found is not None and found.size == 0 and etag in (None, found.etag):
-                    return memoryview(b"")
+                    return b""
             raise
+
+    def fill(self, key: str, start: int, into: memoryview, *, etag: str, whole: bool = False) -> str:
+        """As `read`, into a buffer that has the length of what is wanted; `whole` if that is all of the object.
+
+        What has come before the store breaks off is not asked for again. Returns the CRC32 of the whole object where
+        the store keeps one and the answer came in one piece, in base64.
+        """
+        asked, done, crc32 = self._asked("read", key), 0, ""
+
+        def once() -> None:
+            nonlocal done, crc32
+            begin, rest = start + done, into[done:]
+            before = done
+            with self._bodies().get(asked, begin, start + len(into), etag, whole=whole and not done) as body:
+                for count in body.chunks_into(rest):
+                    done = before + count
+            crc32 = body.crc32 if whole and not before else ""
+            if done < len(into):
+                raise Passing(f"{asked.store} gives {done} bytes where {len(into)} were asked for")
+
+        self._patiently(asked, once)
+        return crc32
 
     def put(self, key: str, data: bytes, *, create: bool = False) -> None:
         """See ObjectStore."""
@@ -204,43 +221,19 @@ class Bucket:
                 raise _judge_client_error(asked, told) from None
             raise Passing(f"{asked.store} does not answer ({type(error).__name__})") from None
 
-    def _view(self, asked: Asked, start: int, end: int | None, etag: str | None) -> memoryview:
-        """One ranged read through obstore."""
-        import obstore
-        from obstore.exceptions import BaseError
-
-        store = self._obstore()
-        options: dict[str, Any] = {"range": {"offset": start} if end is None else (start, end)}
-        if etag:
-            options["if_match"] = f'"{etag}"'
-        try:
-            found = obstore.get(store, asked.key, options=cast("Any", options))
-            body = memoryview(found.bytes())
-        except (BaseError, OSError, ValueError) as error:
-            raise _judge_text(asked, str(error)) from None
-        return _whole(asked, body, found.meta["size"], found.meta["e_tag"], start, end, etag)
-
-    def _view_forked(self, asked: Asked, start: int, end: int | None, etag: str | None) -> memoryview:
-        """One ranged read through s3fs, for a forked child and for keys that obstore would change."""
-        how: dict[str, Any] = {"Key": asked.key, "Range": f"bytes={start}-{'' if end is None else end - 1}"}
-        if etag:
-            how["IfMatch"] = f'"{etag}"'
-        files = self._s3fs()
-        found = self._once(asked, "get_object", how)
-        from fsspec.asyn import sync  # type: ignore[import-untyped]
-
-        try:
-            body = memoryview(sync(files.loop, found["Body"].read, timeout=s3_clients.REQUEST_SECONDS))
-        except Exception as error:  # noqa: BLE001 - aiohttp has a dozen for a broken body
-            raise Passing(f"{asked.store} breaks off ({type(error).__name__})") from None
-        total = found.get("ContentRange", f"/{found['ContentLength']}").rpartition("/")[2]
-        return _whole(asked, body, int(total), found.get("ETag"), start, end, etag)
+    def _read(self, asked: Asked, start: int, end: int | None, etag: str | None) -> bytes:
+        with self._bodies().get(asked, start, end, etag) as body:
+            buffer = bytearray(body.length)
+            done = max(body.chunks_into(memoryview(buffer)), default=0)
+        if done < len(buffer):
+            raise Passing(f"{asked.store} gives {done} bytes where {len(buffer)} were asked for")
+        return bytes(buffer)
 
     def _put_file(self, asked: Asked, path: Path, size: int, moved: Moved | None) -> None:
         import obstore
         from obstore.exceptions import BaseError
 
-        store = self._obstore(writing=True)
+        store = self._sender()
         try:
             obstore.put(
                 store,
@@ -253,28 +246,29 @@ class Bucket:
         except (BaseError, ValueError) as error:
             raise _judge_text(asked, str(error)) from None
 
-    def _has_forked(self) -> bool:
-        if os.getpid() != self._pid:
-            self._pid, self._files, self._making = os.getpid(), None, threading.Lock()
-        return self._pid != self._born
-
     def _forget_clients(self) -> None:
+        """Keys are looked for anew with the next request."""
         with self._making:
-            self._files, self._readers = None, {}
+            self._clients.clear()
 
     def _s3fs(self) -> Any:
-        """The s3fs file system: without its caches of instances and listings, and without repeats of its own."""
-        self._has_forked()
-        with self._making:
-            if self._files is None:
-                self._files = s3_clients.make_s3fs(self._access)
-            return self._files
+        return self._client("s3fs", lambda: s3_clients.make_s3fs(self._access))
 
-    def _obstore(self, *, writing: bool = False) -> "S3Store":
+    def _sender(self) -> "S3Store":
+        return cast("S3Store", self._client("obstore", lambda: s3_clients.make_obstore(self.bucket, self._access)))
+
+    def _bodies(self) -> Bodies:
+        made = self._client("bodies", lambda: Bodies(self.bucket, self._access, s3_clients.keys_of(self._access)))
+        return cast("Bodies", made)
+
+    def _client(self, kind: str, make: Callable[[], Any]) -> Any:
+        """The client of a kind, made when it is first wanted; a forked child makes its own."""
+        if os.getpid() != self._pid:
+            self._pid, self._clients, self._making = os.getpid(), {}, threading.Lock()
         with self._making:
-            if writing not in self._readers:
-                self._readers[writing] = s3_clients.make_obstore(self.bucket, self._access, writing=writing)
-            return self._readers[writing]
+            if kind not in self._clients:
+                self._clients[kind] = make()
+            return self._clients[kind]
 
 
 def _judge_client_error(asked: Asked, error: Any) -> Exception:
@@ -289,20 +283,6 @@ def _judge_text(asked: Asked, text: str) -> Exception:
     return s3_errors.judge(asked, code, status)
 
 
-def _whole(
-    asked: Asked, body: memoryview, size: int, found: str | None, start: int, end: int | None, etag: str | None
-) -> memoryview:
-    """The body, if it is all that was asked for, of the object that was asked for."""
-    if etag and found and found.strip('"') != etag:
-        raise Changed(f"{asked.uri} is not the object any more that it was.")
-    wanted = max(0, (size if end is None else end) - start)
-    if len(body) != wanted:
-        if end is not None and size < end:
-            raise Changed(f"{asked.uri} is shorter than it was.")
-        raise Passing(f"{asked.store} gives {len(body)} bytes where {wanted} were asked for")
-    return body
-
-
 def _chunks(path: Path, moved: Moved | None) -> Iterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(4 << 20):
@@ -313,11 +293,3 @@ def _chunks(path: Path, moved: Moved | None) -> Iterator[bytes]:
 
 def _stat(key: str, size: int, modified: datetime, etag: str | None) -> ObjectStat:
     return ObjectStat(key=key, size=size, modified=modified.timestamp(), etag=(etag or "").strip('"'))
-
-
-def _is_plain(key: str) -> bool:
-    """Whether obstore keeps the key as it is."""
-    try:
-        return inside(key) == key
-    except ValueError:
-        return False

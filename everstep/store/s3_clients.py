@@ -1,7 +1,8 @@
-"""The clients behind a bucket: an s3fs file system and obstore stores, both with our deadlines and one source of keys."""
+"""The clients behind a bucket: an s3fs file system and an obstore store, both with our deadlines and one source of keys."""
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,7 +34,7 @@ def make_s3fs(access: Access) -> Any:
         "connect_timeout": CONNECT_SECONDS,
         "read_timeout": READ_SECONDS,
         "retries": {"max_attempts": 0},
-        "s3": {"addressing_style": _addressing(access)},
+        "s3": {"addressing_style": addressing(access)},
     }
     files = s3fs.S3FileSystem(
         **keys,
@@ -47,11 +48,11 @@ def make_s3fs(access: Access) -> Any:
     return files
 
 
-def make_obstore(bucket: str, access: Access, *, writing: bool) -> "S3Store":
-    """A client for bodies. Writing repeats its own parts, for a large file is not sent again for the sake of one."""
+def make_obstore(bucket: str, access: Access) -> "S3Store":
+    """A client that sends large files. It repeats single parts: a file is not sent again for the sake of one."""
     from obstore.store import S3Store
 
-    virtual = _addressing(access) == "virtual" and "." not in bucket
+    virtual = addressing(access) == "virtual" and "." not in bucket
     config: dict[str, Any] = {"region": access.region, "virtual_hosted_style_request": virtual}
     if access.endpoint_url:
         parts = urlsplit(access.endpoint_url)
@@ -65,7 +66,7 @@ def make_obstore(bucket: str, access: Access, *, writing: bool) -> "S3Store":
     }
     if bundle := os.environ.get("AWS_CA_BUNDLE"):
         client["root_certificate"] = Path(bundle).read_bytes()
-    retry: dict[str, Any] = {"max_retries": 5 if writing else 0, "retry_timeout": timedelta(seconds=120)}
+    retry: dict[str, Any] = {"max_retries": 5, "retry_timeout": timedelta(seconds=120)}
     return S3Store(
         bucket,
         config=cast("Any", config),
@@ -75,31 +76,51 @@ def make_obstore(bucket: str, access: Access, *, writing: bool) -> "S3Store":
     )
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """Keys as they are at this moment."""
+
+    access_key: str
+    secret: str = field(repr=False)
+    token: str | None = field(repr=False)
+
+
+def keys_of(access: Access) -> Callable[[], Frozen]:
+    """What gives the keys of an access, renewed when they are about to run out. ValueError if there are none."""
+    if access.keys is not None:
+        token = access.keys.token
+        fixed = Frozen(
+            access.keys.access_key, access.keys.secret.get_secret_value(), token.get_secret_value() if token else None
+        )
+        return lambda: fixed
+    found = session_of(access).get_credentials()
+    if found is None:
+        raise no_keys()
+
+    def frozen() -> Frozen:
+        one = found.get_frozen_credentials()
+        return Frozen(one.access_key, one.secret_key, one.token)
+
+    return frozen
+
+
 def _provider(access: Access) -> Callable[[], Any]:
     """What obstore asks for keys."""
-    if access.keys is None:
-        found = session_of(access).get_credentials()
-        if found is None:
-            raise no_keys()
-    keys = access.keys
+    keys = keys_of(access)
 
     def provide() -> dict[str, Any]:
-        if keys is not None:
-            token = keys.token and keys.token.get_secret_value()
-            secret = keys.secret.get_secret_value()
-            return {"access_key_id": keys.access_key, "secret_access_key": secret, "token": token, "expires_at": None}
-        frozen = found.get_frozen_credentials()
+        now = keys()
         return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret,
+            "token": now.token,
             "expires_at": datetime.now(UTC) + timedelta(seconds=KEYS_SECONDS),
         }
 
     return provide
 
 
-def _addressing(access: Access) -> str:
+def addressing(access: Access) -> str:
     """Stores that are not AWS rarely have a name for each bucket."""
     if access.addressing != "auto":
         return access.addressing
