@@ -25,7 +25,8 @@ from everstep.core.health import Severity
 from everstep.core.job import Price, TrainJob
 from everstep.core.record import Versioned
 from everstep.core.secrets import without_secrets
-from everstep.core.summary import Curves, Facts, RunReport, summarise
+from everstep.core.summarise import summarise
+from everstep.core.summary import Curves, Facts, RunReport
 from everstep.host import browse, curves, history, mlflow_run, runs
 from everstep.report import page, text
 from everstep.store import atomic, checkpoint
@@ -111,8 +112,8 @@ def attempt(
         written = True
         publish(report)
     except Exception as error:  # noqa: BLE001 - the report's edge: recorded, and no reason for a run to fail
-        before, reporter.trouble = reporter.trouble, _sentence(error)
-        if reporter.trouble != before:
+        first, reporter.trouble = not reporter.trouble, _sentence(error)
+        if first:
             record("report.failed", severity=Severity.medium, text=reporter.trouble)
     return written
 
@@ -247,7 +248,10 @@ def _gpus() -> tuple[str, ...]:
 
 
 def _sentence(error: Exception) -> str:
-    return f"the report could not be made: {type(error).__name__}: {words.first_line(str(error), 300)}"
+    what = f"{type(error).__name__}: {words.first_line(str(error), 300)}"
+    if isinstance(error, OSError) and error.strerror:
+        what = f"{error.strerror}: {error.filename2 or error.filename or 'its folder'}"
+    return f"the report could not be made: {what}"
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,8 @@ from everstep.core.chronicle import Chronicle, Held, Row
 from everstep.core.curve import Curve
 from everstep.core.job import Price
 from everstep.core.ledger import Event
-from everstep.core.summary import COLUMNS, Curves, Facts, RunReport, summarise, time_map
+from everstep.core.summarise import COLUMNS, summarise, time_map
+from everstep.core.summary import Curves, Facts, RunReport
 from everstep.core.timeline import Bucket, Cut, Stretch, costs
 
 BEGAN = 1_790_000_000.0

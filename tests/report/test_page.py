@@ -232,3 +232,9 @@ def test_a_command_with_a_hostile_path_is_one_argument(tmp_path):
     report = report_of(tmp_path).model_copy(update={"places": {"run directory": "/x; rm -rf ~/ $(id)`id`'"}})
     (command,) = [one for what, one in page.go_on(report) if "page again" in what]
     assert shlex.split(command)[3:] == ["/x; rm -rf ~/ $(id)`id`'"]
+
+
+def test_the_fields_of_the_record_are_documented():
+    text = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(RunReport.model_fields)
