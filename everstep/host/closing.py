@@ -4,10 +4,12 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everstep.core.checkpoint import Key, State, candidates
+from everstep.core.chronicle import Chronicle
 from everstep.core.errors import StoreUnavailable
 from everstep.core.health import Severity
 from everstep.core.segment import Outcome
@@ -137,7 +139,13 @@ def again(life: "Life") -> dict[str, Any]:
         atomic.write(life.run.places.final, (json.dumps(final) + "\n").encode())
         reporting.attempt(life.reporter, history.read(life.run.places), final, life.journal.record, life.publish)
     outcome.deliver(final)
+    _take_leave(life, final, history.read(life.run.places))
     return final
+
+
+def _take_leave(life: "Life", final: Mapping[str, Any], past: Chronicle) -> None:
+    for line in farewell.lines(final, past.last_metrics, past.last_shown, life.run.job, life.flow_run):
+        life.progress.say(line)
 
 
 def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, Any]:
@@ -185,8 +193,7 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     outcome.deliver(final)
     life.closed = True
     if status != "failed":
-        for line in farewell.lines(final, past.last_metrics, past.last_shown, life.run.job, life.flow_run):
-            life.progress.say(line)
+        _take_leave(life, final, past)
     return final
 
 

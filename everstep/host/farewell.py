@@ -2,7 +2,10 @@
 
 import os
 import re
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from everstep.core.job import TrainJob
@@ -32,10 +35,19 @@ def printable(text: str) -> str:
 
 def _mlflow(uri: str) -> str:
     uri = re.sub("//[^/@]*@", "//...@", uri)  # a password in a URL is not repeated
-    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+    return uri if uri.startswith("http") else f"{_tool('mlflow')} ui --backend-store-uri {uri}"
 
 
 def _prefect(api: str, flow_run: str) -> str:
     if api and flow_run:
         return f"{api.rstrip('/').removesuffix('/api')}/runs/flow-run/{flow_run}"
-    return "prefect server start, then run with PREFECT_API_URL=http://127.0.0.1:4200/api (this run brought its own server)"
+    return f"{_tool('prefect')} server start, then run with PREFECT_API_URL=http://127.0.0.1:4200/api; this run had its own"
+
+
+def _tool(name: str) -> str:
+    """How to call a program that stands beside this Python, from the present folder."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(beside) or not beside.exists():
+        return name
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)

@@ -28,10 +28,11 @@ def check_that_it_is_not_trained_again(desk, first):
     again = desk.run()
     assert again.code == 0
     assert again.out == first.out
-    assert again.err.splitlines() == [
+    assert again.err.splitlines()[:2] == [
         "whole: starting",
         f"run {first.final['run']} is complete: nothing is left to train",
     ]
+    assert f"report:     {first.final['report']}" in again.err, "and where to look"
     assert (desk.run_dir / "metrics.jsonl").read_bytes() == trained
     assert len(list((desk.run_dir / "attempts").glob("*.json"))) == 1
 
