@@ -115,8 +115,10 @@ class Gatekeeper:
         result = _opened(kept / RESULT, self._key)
         if result is None:
             return None
-        if (kept / DOCS).exists():
+        try:
             publish(kept / DOCS, docs(self._places))
+        except OSError:  # another run has tidied it away meanwhile
+            return None
         atomic.write(verdict(self._places), result.to_json().encode())
         self._tell(result, kept=True)
         return result

@@ -24,6 +24,7 @@ PHASES = {
 }
 
 NEWS = {
+    "gate.waiting": "looking at the data",
     "stop.requested": "stopping: the last finished step is being saved",
     "checkpoint.quarantined": "a checkpoint is set aside: {}",
     "checkpoint.unreadable": "a checkpoint cannot be read now: {}",

@@ -24,7 +24,7 @@ MEANING = {
     Bucket.productive: "training that counts",
     Bucket.eval: "evaluating",
     Bucket.save_stall: "training held up by a save",
-    Bucket.gate: "waiting for the next lease",
+    Bucket.gate: "waiting for a look at the data, or for the next lease",
     Bucket.detect: "dead, not yet noticed",
     Bucket.recover: "noticed, not yet training again",
     Bucket.lost_work: "training that was thrown away",

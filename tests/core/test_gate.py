@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.core import columns, gate
+from everstep.core.cutting import cuts
 from everstep.core.gate import Finding, GateResult, Suite, Validation
+from everstep.core.ledger import Event
+from everstep.core.timeline import Bucket, account, stretches
 
 DTYPES = ("int64", "float64", "bool", "string", columns.EMPTY)
 counts = st.integers(0, 3)
@@ -271,3 +274,21 @@ def test_marker_files():
     assert [gate.is_marker(path) for path in ("_SUCCESS", "a/.part", "_delta_log/0.json", "a/b_c.csv")] == [
         True, True, True, False
     ]  # fmt: skip
+
+
+def test_the_wait_for_the_verdict_is_time_of_the_gate():
+    def event(time, kind, **data):
+        return Event(id=str(time), time=time, kind=kind, data=data)
+
+    happened = [
+        event(0, "run.created"),
+        event(1, "flow.started"),
+        event(2, "stage.started"),
+        event(3, "stage.finished"),
+        event(4, "gate.waiting"),
+        event(9, "gate.data", ok=False),
+        event(10, "flow.ended", status="failed"),
+    ]
+    spent = account(stretches(cuts(happened, []), 10, {}))
+    assert spent.buckets[Bucket.gate] == 5
+    assert spent.wall == sum(spent.buckets.values()) == 10

@@ -478,6 +478,19 @@ def test_a_verdict_is_paid_for_once(tmp_path, data):
     assert Run(tmp_path, data).ask(**nobody) == result, "on another machine the run itself knows"
 
 
+def test_a_verdict_depends_on_data_bounds_and_suite():
+    """BC-171: data that changed, or is asked for something else, is judged again."""
+    keys = [
+        gate.key("data", DataGate(), None),
+        gate.key("other data", DataGate(), None),
+        gate.key("data", DataGate(max_files=3), None),
+        gate.key("data", DataGate(suite="a.json"), "{}"),
+        gate.key("data", DataGate(suite="a.json"), "[]"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert gate.key("data", DataGate(suite="elsewhere/a.json"), "{}") == keys[3], "where a suite lies does not count"
+
+
 def test_a_closed_gate_says_so_and_is_not_remembered_as_open(tmp_path, data):
     frame().to_csv(data / "a.csv", index=False)
     empty(data)
