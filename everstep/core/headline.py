@@ -43,7 +43,7 @@ def _time_and_cost(report: RunReport) -> str:
     unit = "GPU-hours" if report.cost.gpus else "rank-hours"
     price = "" if report.cost.total is None else f", which cost {words.money(report.cost.total, report.cost.currency)}"
     return (
-        f"It took {words.duration(report.time.wall)} and {report.cost.hours:,.2f} {unit}{price}; "
+        f"It took {words.duration(report.time.wall)} and {words.hours(report.cost.hours)} {unit}{price}; "
         f"{words.share(report.time.ettr, 1.0)} of the time trained the model."
     )
 

@@ -298,9 +298,16 @@ def _gate(event: Event, links: Mapping[str, str]) -> GateLine:
         time=event.time,
         step=event.step,
         passed=passed,
-        text=event.text[:TEXT],
+        text=event.text[:TEXT] or _checked(event),
         link=links.get(event.kind, ""),
     )
+
+
+def _checked(event: Event) -> str:
+    """What an open gate looked at, where it counted it."""
+    number = _whole(event.data.get("checked"))
+    suite = str(event.data.get("suite") or "")[:200]
+    return f"{words.count(number, 'expectation')} hold, suite: {suite}" if number and suite else ""
 
 
 def _promotion(final: Mapping[str, Any]) -> dict[str, JsonValue]:

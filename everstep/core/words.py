@@ -60,6 +60,11 @@ def money(amount: float, currency: str) -> str:
     return f"under 0.01 {currency}" if 0 < amount < 0.005 else f"{amount:,.2f} {currency}"
 
 
+def hours(amount: float) -> str:
+    """Hours to two digits; a little is not shown as nothing."""
+    return "under 0.01" if 0 < amount < 0.005 else f"{amount:,.2f}"
+
+
 def moment(time: float) -> str:
     """A moment (Unix seconds) to the second, UTC."""
     try:

@@ -75,7 +75,7 @@ def cards(report: RunReport) -> Iterator[tuple[str, str, str]]:
     total = report.cost.total
     yield (
         unit(report),
-        f"{report.cost.hours:,.2f}",
+        words.hours(report.cost.hours),
         "no price in the job" if total is None else words.money(total, report.cost.currency),
     )
 

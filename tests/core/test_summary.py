@@ -174,7 +174,7 @@ def test_a_tier_that_is_no_folder_is_known_from_events():
 def test_promotion_and_gates():
     promotion = {"status": "production", "version": "3", "checkpoint": "step-00000200.a1"}
     events = (
-        event(5, "gate.data", text="12 of 12 hold", ok=True),
+        event(5, "gate.data", ok=True, checked=12, suite="defaults"),
         event(6, "gate.data", text="a file is empty", ok=False),
         event(232, "gate.closed", 1, 230, "step-00000220.a1 is damaged"),
     )
@@ -188,6 +188,7 @@ def test_promotion_and_gates():
         ("data", False, "data-docs/index.html"),
         ("training", False, ""),
     ]
+    assert [one.text for one in told.gates[:2]] == ["12 expectations hold, suite: defaults", "a file is empty"]
     assert [one.folder for one in told.checkpoints if one.promoted] == ["step-00000200.a1"]
     assert told.promotion["version"] == "3"
     assert "2 gates closed" in told.headline[-1]

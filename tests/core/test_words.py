@@ -66,6 +66,10 @@ def test_money():
     assert words.money(0, "USD") == "0.00 USD"
 
 
+def test_hours():
+    assert [words.hours(one) for one in (0, 0.001, 0.31, 4203.8)] == ["0.00", "under 0.01", "0.31", "4,203.80"]
+
+
 def test_moments_counts_and_first_lines():
     assert words.moment(0) == "1970-01-01 00:00:00 UTC"
     assert words.moment(1e30) == "at an unknown time"
