@@ -51,6 +51,11 @@ class Wish(Record):
     best: Best | None = None
     refused: str = ""
 
+    def ended(self, status: Literal["refused", "waiting"], reason: str) -> "Promotion":
+        """What became of it when the registry was never asked."""
+        one = self.candidate
+        return Promotion(status=status, checkpoint=one.checkpoint, step=one.step, reason=reason)
+
 
 class Version(Record):
     """A version in the registry, with its tags."""

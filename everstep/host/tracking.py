@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Self
 
 from everstep.core.checkpoint import Key
-from everstep.core.errors import Damaged
 from everstep.core.promotion import Candidate, Promotion, Wish
-from everstep.core.record import Versioned
 from everstep.core.secrets import without_secrets
 from everstep.host.mlflow_speaker import Hint, Speaker, Subject
 from everstep.host.promoter import Gone, Promoter
 from everstep.host.registry_turn import Busy
 from everstep.host.runs import Run
 from everstep.host.tail import Tail
+from everstep.host.wishes import Wishes
 from everstep.store import atomic
 
 LOOK_SECONDS = 1.0
@@ -30,16 +29,6 @@ LONGEST_WAIT = 30.0
 AWAY_SECONDS = 15.0
 """How long the end of a run waits for a promotion while MLflow does not answer. After that it is left to the next flow run."""
 ENDS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-
-
-class Wishes(Versioned):
-    """`tracking.json`: what MLflow has not been told yet."""
-
-    tags: dict[str, str] = {}
-    status: str | None = None
-    candidate: Wish | None = None
-    release: Wish | None = None
-    artifacts: tuple[str, ...] = ()
 
 
 class Tracker:
@@ -69,12 +58,13 @@ class Tracker:
         self._notice = notice
         self._promoter = promoter
         self._trouble: Exception | None = None  # why the newest try to tell MLflow failed; None if it did not
+        self._promotion_trouble: Exception | None = None
         self._promotion_failures = 0
         self._promote_again_at = 0.0
         self._look_seconds = look_seconds
         self._longest_wait = longest_wait
         self._changed = threading.Condition()
-        self._wishes = _left_over(self._file)
+        self._wishes = Wishes.left_over(self._file)
         self._hint: Hint | None = None
         self._known = False
         self._closing = False
@@ -138,7 +128,9 @@ class Tracker:
             self._wishes = self._wishes.model_copy(update={"candidate": None, "release": wish})
             self._promote_again_at = 0.0
             self._wait_while_it_answers(lambda: self.promotion is not None, deadline_seconds)
-            return self.promotion or self._postponed(wish)
+            trouble = self._trouble or self._promotion_trouble
+            why = f"MLflow could not be told of it ({_in_words(trouble)})" if trouble else "MLflow is slow"
+            return self.promotion or wish.ended("waiting", f"{why}; run the same command again to finish it.")
 
     def artifacts(self, names: Iterable[str]) -> None:
         """Small files of the run directory that MLflow is to show with the run; tried once when MLflow answers."""
@@ -194,7 +186,8 @@ class Tracker:
     def _wait_while_it_answers(self, true: Callable[[], bool], deadline_seconds: float) -> None:
         began = time.monotonic()
         while not true() and self._thread.is_alive() and not self._over:
-            away = self._trouble is not None and not isinstance(self._trouble, Busy)
+            trouble = self._trouble or self._promotion_trouble
+            away = trouble is not None and not isinstance(trouble, Busy)
             left = began + min(deadline_seconds, AWAY_SECONDS if away else deadline_seconds) - time.monotonic()
             if left <= 0:
                 return
@@ -236,14 +229,14 @@ class Tracker:
             self.run_id = found
             if not self._known:
                 self._hint, self._known = self._speaker.hint, True
-            wishes = self._wishes
+            told = self._wishes
             self._changed.notify_all()
-        self._hand_over(found, wishes.artifacts)
-        self._speaker.tell(wishes.tags, wishes.status, lambda: self._over)
+        self._hand_over(found, told.artifacts)
+        self._speaker.tell(told.tags, told.status, lambda: self._over)
         self._trouble = None
         self._fulfil(found)
         with self._changed:
-            self._wishes = _without(self._wishes, wishes)
+            self._wishes = self._wishes.without(told)
             done = self._wishes == Wishes()
             if done and not self._over:
                 self._file.unlink(missing_ok=True)
@@ -270,11 +263,11 @@ class Tracker:
             try:
                 done: Promotion | None = self._promoter.fulfil(self._speaker.client, run_id, wish)
             except Gone as error:
-                done = _gone(wish, str(error)) if name == "release" else None
+                done = wish.ended("refused", str(error)) if name == "release" else None
             except Exception as error:  # noqa: BLE001 - the edge of the thread, as in _run
                 self._fulfil_later(error)
                 return
-            self._promotion_failures = 0
+            self._promotion_failures, self._promotion_trouble = 0, None
             self._fulfilled(name, wish, done)
 
     def _fulfilled(self, name: str, wish: Wish, done: Promotion | None) -> None:
@@ -293,15 +286,9 @@ class Tracker:
         longest = self._longest_wait if not self._closing else 0.5
         pause = random.uniform(0.5, 1.0) * min(longest, 0.25 * 2.0 ** min(self._promotion_failures, 12))  # noqa: S311
         self._promote_again_at = time.monotonic() + pause
-        self._trouble = error
+        self._promotion_trouble = error
         if self._promotion_failures == 1:
             self._notice("promotion.waiting", _in_words(error))
-
-    def _postponed(self, wish: Wish) -> Promotion:
-        one = wish.candidate
-        why = f"MLflow could not be told of it ({_in_words(self._trouble)})" if self._trouble else "MLflow is slow"
-        reason = f"{why}; run the same command again to finish it."
-        return Promotion(status="waiting", checkpoint=one.checkpoint, step=one.step, reason=reason)
 
     def _away(self, error: Exception, *, first: bool) -> None:
         self._trouble = error
@@ -332,23 +319,3 @@ def _in_words(error: Exception | None) -> str:
     """The first line of an error, without a password that a URL in it may hold."""
     words = str(error).splitlines()
     return without_secrets(f"{type(error).__name__}: {words[0] if words else ''}")[:500]
-
-
-def _gone(wish: Wish, why: str) -> Promotion:
-    one = wish.candidate
-    return Promotion(status="refused", checkpoint=one.checkpoint, step=one.step, reason=why)
-
-
-def _left_over(file: Path) -> Wishes:
-    """What an earlier flow run could not say; the file of a dying writer may be unreadable, and is then no loss."""
-    try:
-        return Wishes.parse(file.read_bytes(), str(file.parent), file.name)
-    except (OSError, Damaged):
-        return Wishes()
-
-
-def _without(wishes: Wishes, told: Wishes) -> Wishes:
-    tags = {key: value for key, value in wishes.tags.items() if told.tags.get(key) != value}
-    status = None if wishes.status == told.status else wishes.status
-    artifacts = tuple(name for name in wishes.artifacts if name not in told.artifacts)
-    return wishes.model_copy(update={"tags": tags, "status": status, "artifacts": artifacts})

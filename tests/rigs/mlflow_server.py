@@ -82,7 +82,7 @@ class Proxy:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # noqa: N815 - http.server names them
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any  # noqa: N815 - http.server names them
 
             def log_message(self, *_: object) -> None:
                 pass
