@@ -64,9 +64,9 @@ class StorageTiers(Block):
         return Tiers.model_validate({name: value for name, value in given.items() if value is not None})
 
     def s3(self, job: S3Settings) -> S3Settings:
-        """How to reach the object store; what the job itself says comes first."""
+        """How to reach the object store; what the job itself says comes first. A form says every default."""
         own = {"endpoint_url": self.endpoint_url, "region": self.region, "addressing": self.addressing}
-        return S3Settings.model_validate(own | job.model_dump(exclude_unset=True))
+        return S3Settings.model_validate(own | job.model_dump(exclude_defaults=True))
 
     def keys(self) -> Keys | None:
         """The keys, None where the worker's own are to be used."""

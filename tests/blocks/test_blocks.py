@@ -20,7 +20,8 @@ def test_places_are_handed_out_as_a_job_would_write_them():
 
 def test_what_a_job_says_of_its_store_comes_before_the_block():
     block = StorageTiers(**PLACES, endpoint_url="http://store:9000", region="eu-1", addressing="path")
-    assert block.s3(S3Settings()) == S3Settings(endpoint_url="http://store:9000", region="eu-1", addressing="path")
+    own = S3Settings(endpoint_url="http://store:9000", region="eu-1", addressing="path")
+    assert block.s3(S3Settings()) == block.s3(S3Settings(endpoint_url=None, addressing="auto")) == own
     assert block.s3(S3Settings(region="us-2")).region == "us-2"
     assert block.hosts() == ("store:9000",)
     assert StorageTiers(**PLACES, allowed_hosts=["other"]).hosts() == ("other",)
