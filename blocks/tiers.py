@@ -1,6 +1,6 @@
 """The block that names a run's places and holds the keys of its object store."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from prefect.blocks.core import Block
@@ -32,7 +32,9 @@ class StorageTiers(Block):
         None, title="Endpoint", description="Address of the store; AWS's own if not given."
     )
     region: str | None = Field(None, title="Region", description="Region of the bucket.")
-    addressing: str = Field("auto", title="Addressing", description="auto, path or virtual: where the bucket stands.")
+    addressing: Literal["auto", "path", "virtual"] = Field(
+        "auto", title="Addressing", description="auto, path or virtual: where the bucket stands."
+    )
     access_key: str | None = Field(None, title="Access key", description="The id of the key.")
     secret_key: SecretStr | None = Field(None, title="Secret key", description="The key's secret.")
     session_token: SecretStr | None = Field(None, title="Session token", description="For keys that run out.")

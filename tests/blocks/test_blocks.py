@@ -49,7 +49,7 @@ def test_tracking_hands_out_a_place_and_credentials_for_the_flow_alone():
         (StorageTiers, PLACES | {"persistent": "/nvme"}, "needs a second place"),
         (StorageTiers, PLACES | {"object": "ftp://x"}, "is a URL of another kind"),
         (StorageTiers, PLACES | {"endpoint_url": "store:9000"}, "must be http"),
-        (StorageTiers, PLACES | {"addressing": "sideways"}, "should match pattern"),
+        (StorageTiers, PLACES | {"addressing": "sideways"}, "should be .auto., .path. or .virtual."),
         (StorageTiers, PLACES | KEYS | {"access_key": None}, "belong together"),
         (Tracking, {"uri": "http://me:pa55-of-ours@mlflow"}, "holds a password"),
         (Tracking, {"uri": "http://mlflow", "username": "me"}, "belong together"),
