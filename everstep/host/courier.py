@@ -1,13 +1,15 @@
 """What the copier's two kinds of process have in common: what they are told, what they tell, and what they verify."""
 
 import json
+import os
 import sys
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from everstep.core.checkpoint import Key, State
 from everstep.core.errors import EverstepError
@@ -15,9 +17,17 @@ from everstep.core.job import Best
 from everstep.core.record import Versioned
 from everstep.store import checkpoint, jsonl, marks
 from everstep.store.layout import RunPlaces
+from everstep.store.s3_access import Access, Keys
 
 UNTOLD = 200  # reports kept while the run directory cannot be written
 RESCAN_SECONDS = 2.0
+_SECRETS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_SECURITY_TOKEN",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN",
+)
 
 
 class CopierSpec(Versioned):
@@ -40,6 +50,23 @@ class CopierSpec(Versioned):
     @property
     def places(self) -> RunPlaces:
         return RunPlaces(Path(self.run_dir), Path(self.local_dir), self.object_uri)
+
+
+def carried(access: Access | None) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """What a copier needs to reach the store: for its standard input, and for its environment, where no secret is.
+
+    Keys that stand in this process's environment travel on standard input. Others (a profile, a role) are found by the
+    copier itself, which can then renew them.
+    """
+    if access is None:
+        return None, {}
+    names = {name: value for name, value in os.environ.items() if name.startswith("AWS_") and name not in _SECRETS}
+    if access.keys is None and os.environ.get("AWS_SECRET_ACCESS_KEY") and not access.profile:
+        token = os.environ.get("AWS_SESSION_TOKEN") or os.environ.get("AWS_SECURITY_TOKEN")
+        secret = SecretStr(os.environ["AWS_SECRET_ACCESS_KEY"])
+        keys = Keys(os.environ.get("AWS_ACCESS_KEY_ID", ""), secret, SecretStr(token) if token else None)
+        access = replace(access, keys=keys)
+    return access.to_dict(), names
 
 
 class Courier:

@@ -22,7 +22,7 @@ from everstep.store.s3_access import Access
 
 CLAIM_SECONDS = 10.0
 """How long an attempt waits for its claim there. A store that is away holds up no run that this machine has whole."""
-LOOK_SECONDS = 30.0
+LOOK_SECONDS = 20.0
 FETCH_TRIES = 3
 
 
@@ -36,7 +36,7 @@ class Elsewhere:
     def records(self) -> list[RunRecord]:
         """Every run that is known there, in no order. Raises StoreUnavailable: then nobody can tell what is there."""
         try:
-            found = object_tier.runs(self._uri, self._access)
+            found = object_tier.runs(self._uri, self._access, seconds=LOOK_SECONDS)
         except StoreUnavailable as error:
             raise StoreUnavailable(
                 f"tiers.object: whether this run is there cannot be told, so it does not start anew: {error}"

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from everstep.core.place import is_object
 from everstep.core.segment import AttemptEnd, AttemptSpec, SegmentResult
 from everstep.host import gang, process, warden
 from everstep.host.attempt import Attempt
-from everstep.host.copier import CopierSpec
+from everstep.host.courier import CopierSpec, carried
 from everstep.host.gang import Gang
 from everstep.host.keeper import Keeper
 from everstep.host.leasing import LeaseKeeper
@@ -78,8 +78,9 @@ class Supervisor:
         self._copier = self._keeper(copier, "copier", self._copier_spec())
         self._uploader: Keeper | None = None
         if places.object:
-            more = {"object_uri": _absolute(places.object), "access": access.to_dict() if access else None}
-            self._uploader = self._keeper(copier, "uploader", self._copier_spec().model_copy(update=more))
+            packed, names = carried(access)
+            more = {"object_uri": _absolute(places.object), "access": packed}
+            self._uploader = self._keeper(copier, "uploader", self._copier_spec().model_copy(update=more), names)
 
     def prepare(self) -> None:
         """Start the first ranks ahead of time: they import what they need and wait for `start`."""
@@ -245,12 +246,12 @@ class Supervisor:
     def _keepers(self) -> list[Keeper]:
         return [self._copier, *([self._uploader] if self._uploader else [])]
 
-    def _keeper(self, command: Sequence[str], name: str, spec: CopierSpec) -> Keeper:
+    def _keeper(
+        self, command: Sequence[str], name: str, spec: CopierSpec, names: Mapping[str, str] | None = None
+    ) -> Keeper:
         line = spec.model_dump_json().encode() + b"\n"
-        log = self._logs / f"{name}.log"
-        return Keeper(
-            command, line, self._environment(), f"{self.token}/{name}", log, self._watch.record, self._clock, name
-        )
+        log, env = self._logs / f"{name}.log", {**self._environment(), **(names or {})}
+        return Keeper(command, line, env, f"{self.token}/{name}", log, self._watch.record, self._clock, name)
 
     def _copier_spec(self) -> CopierSpec:
         places = self._places

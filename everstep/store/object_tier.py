@@ -56,9 +56,9 @@ def open_run(uri: str, access: "Access | None" = None, *, seconds: float = 60.0)
     return ObjectTier(store, prefix, uri)
 
 
-def runs(uri: str, access: "Access | None" = None) -> dict[str, bytes]:
-    """The `run.json` of every run below `uri` (a place and a job's name), by the run's name."""
-    store, prefix = connect(uri, access)
+def runs(uri: str, access: "Access | None" = None, *, seconds: float = 60.0) -> dict[str, bytes]:
+    """The `run.json` of every run below `uri` (a place and a job's name), by the run's name. See `connect`."""
+    store, prefix = connect(uri, access, seconds)
     found = {}
     for stat in store.list(prefix):
         path = stat.key.removeprefix(f"{prefix}/") if prefix else stat.key
