@@ -3,6 +3,7 @@
 import ast
 import sys
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -89,7 +90,9 @@ def _module_file(module: str, search_path: Path) -> Path | None:
     places: list[str] | None = [str(search_path), *sys.path]
     parts = module.split(".")
     for depth, part in enumerate(parts, start=1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]) if depth == 1 else part, places)
+        spec = PathFinder.find_spec(part, places)
+        if spec is None and depth == 1:  # editable installs are found by finders of their own
+            spec = find_spec(part)
         if spec is None:
             return None
         if depth == len(parts):
