@@ -55,7 +55,7 @@ def test_a_good_job_is_accepted_and_its_paths_are_taken_from_its_folder(folder):
         (GOOD.replace("program.py:build", "program.py:buidl"), ["program", "buidl", "def buidl(config, data)"]),
         (GOOD.replace("program.py:build", "no.such.module:build"), ["program", "no.such.module", "check the name"]),
         (GOOD.replace("source: data", "source: nowhere"), ["data.source", "nowhere", "does not exist"]),
-        (GOOD.replace("source: data", "source: s3://bucket/x"), ["data.source", "s3://bucket/x", "directory"]),
+        (GOOD.replace("source: data", "source: gs://bucket/x"), ["data.source", "gs://bucket/x", "directory"]),
         (GOOD + "segment_steps: 5\nsegment_minutes: 2\n", ["segment_steps", "segment_minutes", "one of them"]),
         (GOOD + "config: {optimizer: {betas: [0.9, .nan]}}\n", ["config", "optimizer.betas.1 is not a finite number"]),
         (GOOD + "grace_seconds: 60\n", ["grace_seconds", "60", "27"]),
