@@ -21,6 +21,11 @@ def use(drill, place, **tiers):
     return drill
 
 
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
 def events(drill, kind):
     lines = (drill.run_dir / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
@@ -107,10 +112,11 @@ def test_a_persistent_tier_that_is_older_is_overtaken_by_the_object_tier(at_40, 
     check(drill.run(), untouched, 40)
 
 
-def test_nothing_starts_at_step_0_when_the_object_tier_does_not_answer(make_drill, tmp_path):
+def test_nothing_starts_at_step_0_when_the_object_tier_does_not_answer(make_drill):
     """A machine that has nothing cannot tell whether the run is there: it says so and trains nothing."""
-    drill = use(make_drill(), "/proc/nowhere")
-    ended = drill.run()
+    drill = use(make_drill(), "s3://bucket/runs")
+    keys = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing", "AWS_EC2_METADATA_DISABLED": "true"}
+    ended = drill.run(environment={"AWS_ENDPOINT_URL": closed_port(), **keys})
     assert ended.code == 1
     assert "cannot be told" in ended.err
     assert "Traceback" not in ended.err
@@ -126,11 +132,6 @@ def test_kills_at_every_step_of_the_upload_cost_nothing(make_drill, untouched, t
     assert held(tmp_path / "object") == ["step-00000040.a1", "step-00000050.a1", "step-00000060.a1"]
 
 
-def closed_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
 def all_files(folder):
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -142,7 +143,7 @@ def test_on_s3_a_store_that_fails_and_goes_away_stops_nothing_and_a_fresh_machin
 ):
     """The whole life on a real server: faults while it trains, both tiers lost, and no secret in anything that is left."""
     place = f"s3://{s3_server.bucket()}/runs"
-    first = use(make_drill(steps=40, config={"pause": 0.02}), place)
+    first = use(make_drill(steps=40, config={"pause": 0.02}, limits={"drain": 60}), place)
     s3_proxy.plan(
         Fault("slow_down", "PUT", "checkpoints", times=2),
         Fault("reset", "PUT", "safetensors", at=100),
@@ -156,7 +157,7 @@ def test_on_s3_a_store_that_fails_and_goes_away_stops_nothing_and_a_fresh_machin
     keys = [one["Key"] for one in s3_server.client().list_objects_v2(Bucket=bucket)["Contents"]]
     committed = sorted(key.split("/")[-2] for key in keys if key.endswith("manifest.json"))
     assert committed == [FIRST, BEFORE, LAST]
-    second = use(make_drill(), place)
+    second = use(make_drill(config={"pause": 0.02}), place)
     shutil.copy(first.folder / "mlflow.db", second.folder / "mlflow.db")
     check(second.run(environment=s3_server.env()), untouched, 40)
     hints = [event["data"]["checkpoint"] for event in events(second, "tracking.hint")]
