@@ -39,9 +39,10 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Everstep needs Python 3.11 or newer; set PYTHON=python3.x")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[test]'
+	@echo "setting up $(VENV): some 2 GB of packages, a few minutes, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --quiet -c constraints.txt -e '.[test]'
 	@touch $(READY)
 
 $(DATA): $(READY)
