@@ -126,6 +126,8 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     os.nice(NICENESS)
+    if spec.object_uri is not None:  # Python hears no signal while the client of the store waits for an answer
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         _die_with(spec.parent_pid)
         lock = _lock(spec, words)
