@@ -17,6 +17,7 @@ from everstep.core.checkpoint import Key
 from everstep.core.promotion import Candidate, Promotion, Wish
 from everstep.core.secrets import without_secrets
 from everstep.host.mlflow_speaker import Hint, Speaker, Subject
+from everstep.host.mourner import Mourner
 from everstep.host.promoter import Gone, Promoter
 from everstep.host.registry_turn import Busy
 from everstep.host.runs import Run
@@ -46,6 +47,7 @@ class Tracker:
         notice: Callable[..., None] = lambda _kind, _text, **_: None,
         *,
         promoter: Promoter | None = None,
+        mourner: Mourner | None = None,
         look_seconds: float = LOOK_SECONDS,
         longest_wait: float = LONGEST_WAIT,
     ) -> None:
@@ -57,6 +59,7 @@ class Tracker:
         self._patience = 0.0
         self._notice = notice
         self._promoter = promoter
+        self._mourner = mourner
         self._trouble: Exception | None = None  # why the newest try to tell MLflow failed; None if it did not
         self._promotion_trouble: Exception | None = None
         self._promotion_failures = 0
@@ -94,6 +97,7 @@ class Tracker:
             run.places.metrics,
             lambda kind, text, **data: record(kind, text=text, **data),
             promoter=Promoter(run.places),
+            mourner=Mourner(run),
         )
 
     def start(self, *, at_once: bool = True) -> None:
@@ -102,6 +106,11 @@ class Tracker:
         """
         self._wish(status="RUNNING")
         self._patience = 0.0 if at_once else LONGEST_WAIT
+        if self._mourner is not None:
+            try:
+                self._mourner.start()
+            except OSError as error:
+                self._notice("tracking.unwatched", f"MLflow will not hear if this flow is killed: {error}")
         self._thread.start()
 
     def attempt(self, number: int, resumed_from: int) -> None:
@@ -165,7 +174,9 @@ class Tracker:
             self._changed.notify_all()
             if not self._complete:
                 self._keep_wishes()
-            return self._complete
+        if self._mourner is not None:
+            self._mourner.dismiss()
+        return self._complete
 
     def close_quickly(self) -> None:
         """Close without waiting for anybody, if nobody has closed yet."""
@@ -234,6 +245,8 @@ class Tracker:
         self._hand_over(found, told.artifacts)
         self._speaker.tell(told.tags, told.status, lambda: self._over)
         self._trouble = None
+        if self._mourner is not None:
+            self._mourner.settle_others(self._speaker.client)
         self._fulfil(found)
         with self._changed:
             self._wishes = self._wishes.without(told)
