@@ -84,7 +84,9 @@ class Tiers(Record):
 
     local: str = Field(".everstep/nvme", description="Fast local directory (NVMe); it may vanish.")
     persistent: str = Field(".everstep/persistent", description="Directory that survives the machine; holds the run.")
-    object: str | None = Field(None, description="s3://bucket/prefix, or a directory that stands for it.")
+    object: str | None = Field(
+        None, description="s3://bucket/prefix or a directory: takes every kept checkpoint, the newest first."
+    )
     budget_gb: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Space for staged data sets on the local tier; the one least recently used goes first."
     )

@@ -6,7 +6,9 @@ All of it is asked before anything trains, and with a limit of time. Later only 
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from everstep.core.checkpoint import AttemptClaim, Key, RunRecord
@@ -25,6 +27,8 @@ CLAIM_SECONDS = 10.0
 LOOK_SECONDS = 20.0
 FETCH_TRIES = 3
 
+_Answer = TypeVar("_Answer")
+
 
 class Elsewhere:
     """The runs of a job on the object tier, for `runs.own`."""
@@ -36,7 +40,7 @@ class Elsewhere:
     def records(self) -> list[RunRecord]:
         """Every run that is known there, in no order. Raises StoreUnavailable: then nobody can tell what is there."""
         try:
-            found = object_tier.runs(self._uri, self._access, seconds=LOOK_SECONDS)
+            found = _aside(lambda: object_tier.runs(self._uri, self._access, seconds=LOOK_SECONDS))
         except StoreUnavailable as error:
             raise StoreUnavailable(
                 f"tiers.object: whether this run is there cannot be told, so it does not start anew: {error}"
@@ -45,14 +49,9 @@ class Elsewhere:
 
     def restore(self, record: RunRecord, places: RunPlaces) -> None:
         """Make the run directory of a run that is only there. Its record comes last: without it, it is none."""
-        tier = object_tier.open_run(f"{self._uri}/{record.run}", self._access)
         for folder in ("attempts", "segments", "marks", "logs", "checkpoints"):
             (places.persistent / folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        seen = mirror.refresh(places, tier)
-        _take(tier, "structure.json", places.structure)
-        for name in HISTORY:
-            if f"history/{name}" in seen.sizes:
-                _take(tier, f"history/{name}", places.persistent / name)
+        _aside(lambda: _take_all(object_tier.open_run(f"{self._uri}/{record.run}", self._access), places))
         atomic.write(places.run_record, record.to_json().encode())
 
 
@@ -69,7 +68,7 @@ class Far:
         if self._places.object is None:
             return True
         try:
-            mirror.refresh(self._places, self._tier(LOOK_SECONDS))
+            _aside(lambda: mirror.refresh(self._places, self._tier(LOOK_SECONDS)))
         except StoreUnavailable as error:
             text = f"the object tier was not asked, what is known of it may be old: {error}"
             self._record("object.away", severity=Severity.medium, text=text)
@@ -92,7 +91,7 @@ class Far:
                 shutil.rmtree(left)
         for turn in range(FETCH_TRIES):
             try:
-                self._tier_at(run, LOOK_SECONDS).fetch(key, near)
+                _aside(lambda: self._tier_at(run, LOOK_SECONDS).fetch(key, near))
             except StoreUnavailable as error:
                 if turn + 1 == FETCH_TRIES:
                     raise
@@ -110,27 +109,22 @@ class Far:
         """
         if self._places.object is None:
             return
-        answer: list[bool | Exception] = []
-
-        def ask() -> None:
-            try:
-                tier = self._tier(CLAIM_SECONDS)
-                answer.append(tier.claim(claim))
-                if answer == [True] and not tier.is_guarded(claim):
-                    text = "the object store has no conditional PUT: it cannot keep two machines from owning this run"
-                    self._record("object.unguarded", severity=Severity.medium, text=text)
-            except (EverstepError, OSError, ValueError) as error:
-                answer.append(error)
-
-        thread = threading.Thread(target=ask, name="everstep-claim", daemon=True)
-        thread.start()
-        thread.join(CLAIM_SECONDS)
-        told = answer[0] if answer else StoreUnavailable("it does not answer")
-        if told is False:
-            raise Fenced(f"Attempt {claim.attempt} of this run was claimed on the object tier by another machine.")
-        if isinstance(told, Exception):
-            text = f"attempt {claim.attempt} is not claimed on the object tier yet: {told}"
+        try:
+            ours = _aside(lambda: self._ask(claim), CLAIM_SECONDS)
+        except (EverstepError, ValueError) as error:
+            text = f"attempt {claim.attempt} is not claimed on the object tier yet: {error}"
             self._record("object.unclaimed", severity=Severity.medium, text=text)
+            return
+        if not ours:
+            raise Fenced(f"Attempt {claim.attempt} of this run was claimed on the object tier by another machine.")
+
+    def _ask(self, claim: AttemptClaim) -> bool:
+        tier = self._tier(CLAIM_SECONDS)
+        ours = tier.claim(claim)
+        if ours and not tier.is_guarded(claim):
+            text = "the object store has no conditional PUT: it cannot keep two machines from owning this run"
+            self._record("object.unguarded", severity=Severity.medium, text=text)
+        return ours
 
     def _tier(self, seconds: float) -> object_tier.ObjectTier:
         return self._tier_at(str(self._places.object), seconds)
@@ -146,8 +140,39 @@ def elsewhere(job: TrainJob, access: Access | None) -> Elsewhere | None:
     return Elsewhere(job, access) if job.tiers.object else None
 
 
+def _take_all(tier: object_tier.ObjectTier, places: RunPlaces) -> None:
+    """What a run directory needs of the object tier, but for the run's record."""
+    seen = mirror.refresh(places, tier)
+    _take(tier, "structure.json", places.structure)
+    for name in HISTORY:
+        if f"history/{name}" in seen.sizes:
+            _take(tier, f"history/{name}", places.persistent / name)
+
+
 def _take(tier: object_tier.ObjectTier, path: str, target: Path) -> None:
     try:
         atomic.write(target, tier.read(path))
     except NotThere:
         return
+
+
+def _aside(call: Callable[[], _Answer], seconds: float | None = None) -> _Answer:
+    """Call it in a thread and wait: the main thread hears signals meanwhile, which the client of a store holds up.
+
+    Raises StoreUnavailable if it takes longer than `seconds`; it is then left to itself.
+    """
+    answer: Future[_Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the edge of the thread: it is raised where the answer is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="everstep-object-tier", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():
+            raise
+        raise StoreUnavailable(f"The object tier does not answer within {seconds:.0f} s.") from None

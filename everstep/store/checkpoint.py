@@ -13,7 +13,9 @@ from urllib.request import url2pathname
 from everstep.core.checkpoint import MANIFEST, Key, Manifest, Structure, Verification
 from everstep.core.dataset import FileEntry
 from everstep.core.errors import Damaged, StoreUnavailable
+from everstep.core.place import is_object
 from everstep.store import contents, digest, faults, tensors
+from everstep.store.objects import NotThere
 
 MANIFEST_LIMIT = 64 << 20  # bytes
 
@@ -65,15 +67,28 @@ def manifest_digest(folder: Path) -> str | None:
 def verify_checkpoint(uri: str | Path) -> Verification:
     """Read a checkpoint back: whole, unaltered, finite, and of the right shapes.
 
-    `uri` is a folder or a file:// URI of it. The run's structure and identity count if its records stand two folders
-    above. Nothing of the checkpoint is executed. Raises ValueError for another kind of URI, StoreUnavailable if the
-    tier does not answer.
+    `uri` is a folder or a file:// URI of it; the run's structure and identity count if its records stand two folders
+    above. Or it is an s3:// URI, whose bytes are fetched as the environment says. Nothing of the checkpoint is executed. Raises ValueError for another kind of URI, StoreUnavailable if the tier does not answer.
     """
+    if is_object(str(uri)):
+        return _verify_far(str(uri))
     folder = _local_path(uri)
     run_dir = folder.parent.parent
     structure = read_structure(run_dir)
     known = (run_dir / "run.json").is_file()
     return verify(folder, structure, run=run_dir.name if known else None, job=run_dir.parent.name if known else None)
+
+
+def _verify_far(uri: str) -> Verification:
+    from everstep.store import object_tier
+
+    started = time.monotonic()
+    try:
+        with object_tier.nearby(uri) as folder:
+            return verify(folder, read_structure(folder.parent.parent))
+    except (Damaged, NotThere) as error:
+        file = error.path if isinstance(error, Damaged) else MANIFEST
+        return Verification(ok=False, file=file, why=str(error), seconds=time.monotonic() - started)
 
 
 def read_structure(run_dir: Path) -> Structure | None:

@@ -13,8 +13,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -22,7 +24,7 @@ from blake3 import blake3
 from everstep.core.checkpoint import MANIFEST, AttemptClaim, Key, Manifest
 from everstep.core.dataset import FileEntry
 from everstep.core.errors import Damaged, StoreUnavailable
-from everstep.core.place import ObjectPlace, is_object
+from everstep.core.place import ObjectPlace, S3Settings, is_object
 from everstep.store import atomic, checkpoint, digest, faults
 from everstep.store.folder import FolderStore
 from everstep.store.objects import Changed, Exists, NotThere, ObjectStore
@@ -66,6 +68,32 @@ def runs(uri: str, access: "Access | None" = None, *, seconds: float = 60.0) -> 
         if rest == "run.json":
             found[run] = store.read(stat.key)
     return found
+
+
+@contextmanager
+def nearby(uri: str) -> Iterator[Path]:
+    """The checkpoint at an `s3://` URI as a folder for the length of the block, reached as the environment says.
+
+    The run's structure stands two folders above it, as in a run directory.
+
+    Raises ValueError for a URI that names none, NotThere, Damaged, StoreUnavailable.
+    """
+    from everstep.store import s3
+
+    run, _, folder = uri.rstrip("/").rpartition("/checkpoints/")
+    key = Key.parse(folder)
+    if key is None or not run:
+        raise ValueError(
+            f"uri: {uri!r} names no checkpoint; give s3://bucket/.../checkpoints/step-<8 digits>.a<attempt>"
+        )
+    with TemporaryDirectory(prefix="everstep-") as place:
+        target = Path(place) / "checkpoints" / key.folder
+        target.parent.mkdir()
+        tier = open_run(run, s3.access(S3Settings()))
+        tier.fetch(key, target)
+        with suppress(NotThere):
+            (Path(place) / "structure.json").write_bytes(tier.read("structure.json"))
+        yield target
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from everstep.core.checkpoint import MANIFEST, Manifest
 from everstep.core.dataset import FileEntry
 from everstep.core.errors import Damaged
-from everstep.store import atomic, faults
+from everstep.core.place import is_object
+from everstep.store import atomic, faults, object_tier
 from everstep.store import checkpoint as committed
 from everstep.trainer import shards, tree
 from everstep.trainer.snapshot import Snapshot
@@ -125,7 +126,12 @@ def check_others(folder: Path, manifest: Manifest, ranks: Iterable[int], threads
 
 
 def load_checkpoint(uri: str | Path) -> dict[str, Tensor]:
-    """The model's state dict in a checkpoint: a folder's path or `file://` URI. Raises Damaged; runs no stored code."""
+    """The model's state dict in a checkpoint: a folder's path, a `file://` URI, or an `s3://` URI, which is reached as
+    the environment says. Raises Damaged; runs no stored code.
+    """
+    if is_object(str(uri)):
+        with object_tier.nearby(str(uri)) as near:
+            return load_checkpoint(near)
     folder = _folder(str(uri))
     manifest = committed.read_manifest(folder)
     entries = entries_of(manifest, 0)
