@@ -113,17 +113,20 @@ class Life:
         self.keep()
 
 
-def stage(job: TrainJob, access: Access | None = None) -> Staged:
+def stage(job: TrainJob, access: Access | None = None, progress: staging.Progress | None = None) -> Staged:
     """Check the job and bring its data to the local tier. Raises ValueError for what the user can mend.
 
     `access` is the way to the object store that a block gave; without one the job and the environment say it.
+    `progress` is told bytes done and bytes in all.
     """
     job = job.resolve(Path.cwd())
     jobs.check(job, Path.cwd())
     began = time.time()
-    found = staging.stage(Path(job.data.source), Path(job.tiers.local))
     if access is None and any(place.is_object(one) for one in (job.data.source, job.tiers.object or "")):
         access = s3_access.access(job.s3)
+    found = staging.stage(
+        job.data.source, Path(job.tiers.local), progress=progress, access=access, budget_gb=job.tiers.budget_gb
+    )
     return Staged(job, found, began, time.time(), access)
 
 

@@ -58,7 +58,7 @@ class Progress:
         text = line(beat, self._steps, self._durable_step()) if beat else "starting the ranks"
         with self._drawing:
             if self._live:
-                text = text[: _columns(self._out)]
+                text = text[: columns(self._out)]
                 self._out.write("\r" + text.ljust(self._width))
                 self._width = len(text)
             else:
@@ -104,7 +104,7 @@ def line(beat: Heartbeat, steps: int, durable_step: int) -> str:
     return " | ".join(parts)
 
 
-def _columns(out: TextIO) -> int:
+def columns(out: TextIO) -> int:
     """How many characters fit on the terminal's line without wrapping."""
     try:
         return max(20, os.get_terminal_size(out.fileno()).columns - 1)

@@ -1,40 +1,27 @@
-"""Brings a data set from its source directory to the local tier, once, and proves what it brought.
+"""Brings a data set from its source to the local tier, once, and proves what it brought.
 
-`<local>/datasets/<first 16 digits of the fingerprint>/` holds `data/` and, written last, `manifest.json`. Until then the
-folder has a name beginning with `.partial-`; whole files in it are not fetched again. Digests of the source's files are
-remembered by size, inode and times in `<local>/datasets/index/`.
+From a directory here, from an object store in `staging_objects`; what is staged stands on the `shelf`. Digests of a
+directory's files are remembered by size, inode and times in `<local>/datasets/index/`.
 """
 
 import errno
-import fcntl
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.core.checkpoint import MANIFEST
 from everstep.core.dataset import DatasetManifest, FileEntry, inside
 from everstep.core.errors import Damaged, StoreUnavailable
+from everstep.core.place import ObjectPlace, is_object
 from everstep.core.record import Record, Versioned
+from everstep.host.shelf import Hold, Progress, Shelf, Staged, is_there
 from everstep.store import atomic, digest, faults
+from everstep.store.s3_access import Access
+
+__all__ = ["Progress", "Staged", "stage"]
 
 SETTLED_SECONDS = 2.0
 """A file changed within so short a time may change again without another time stamp: its digest is not remembered."""
-
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A staged data set: its files lie under `data`. `fetched` files with `bytes` bytes had to be copied now."""
-
-    manifest: DatasetManifest
-    data: Path
-    fetched: int
-    bytes: int
 
 
 class Known(Record):
@@ -53,29 +40,50 @@ class Index(Versioned):
     files: dict[str, Known] = {}
 
 
-class StagedFolder(Versioned):
-    """`manifest.json` of a staged data set, with the modification time of each local file in nanoseconds."""
-
-    dataset: DatasetManifest
-    modified: dict[str, int]
-
-
-def stage(source: Path, local: Path, *, progress: Progress | None = None) -> Staged:
+def stage(
+    source: str | Path,
+    local: Path,
+    *,
+    progress: Progress | None = None,
+    access: Access | None = None,
+    budget_gb: float | None = None,
+) -> Staged:
     """Make the data set in `source` available under `local`, fetching only what is not there.
 
-    `progress` is told bytes done and bytes in all. Raises ValueError for a source that the user must mend (missing,
-    empty, links that leave it, changing while it is read), StoreUnavailable if space is short or a disk does not answer.
+    `source` is a directory, or s3://bucket/prefix reached by `access`. `progress` is told bytes done and bytes in all, in
+    this thread. `budget_gb` is the space for the data sets of all runs. Raises ValueError for what the user must mend (a
+    source that is missing, empty, or changing while it is read; credentials), StoreUnavailable if space is short or a
+    disk or store does not answer.
     """
+    shelf = Shelf(local, None if budget_gb is None else int(budget_gb * 1e9))
     try:
-        listed = _list(source, local)
-        datasets = local / "datasets"
-        (datasets / "index").mkdir(parents=True, exist_ok=True, mode=0o700)
-        manifest = _hash(source, listed, datasets)
-        folder = datasets / manifest.fingerprint[:16]
-        with _locked(datasets / f".{folder.name}.lock"):
-            return _fetch(source, manifest, folder, progress or _unheard)
+        if is_object(str(source)):
+            return _from_store(ObjectPlace.parse(str(source)), shelf, progress or _unheard, access)
+        return _from_folder(Path(source), shelf, progress or _unheard)
     except OSError as error:
         raise _unavailable(error, local) from error
+
+
+def _from_store(place: ObjectPlace, shelf: Shelf, progress: Progress, access: Access | None) -> Staged:
+    from everstep.core.place import S3Settings
+    from everstep.host import staging_objects
+    from everstep.store import s3
+
+    store = s3.open_store(place.bucket, access or s3.access(S3Settings()))
+    shelf.open()
+    try:
+        return staging_objects.stage(place, store, shelf, progress)
+    finally:
+        store.close()
+
+
+def _from_folder(source: Path, shelf: Shelf, progress: Progress) -> Staged:
+    listed = _list(source, shelf.local)
+    shelf.open()
+    manifest = _hash(source, listed, shelf.root)
+    folder = shelf.folder(manifest)
+    with shelf.locked(folder.name):
+        return _fetch(source, manifest, folder, shelf, shelf.hold(folder), progress)
 
 
 def _unheard(done: int, total: int) -> None:
@@ -162,63 +170,24 @@ def _is_same(known: Known, stat: os.stat_result) -> bool:
     return known == _known(stat, known.blake3)
 
 
-def _fetch(source: Path, manifest: DatasetManifest, folder: Path, progress: Progress) -> Staged:
+def _fetch(
+    source: Path, manifest: DatasetManifest, folder: Path, shelf: Shelf, hold: Hold, progress: Progress
+) -> Staged:
     """Complete `folder`, or a partial one that then takes its name."""
-    before = _read_staged(folder, manifest)
-    home = folder if before else folder.with_name(f".partial-{folder.name}")
-    missing = [entry for entry in manifest.files if not _is_there(home, entry, before)]
+    before = shelf.staged(folder, manifest)
+    home = folder if before else shelf.partial(folder.name)
+    missing = [entry for entry in manifest.files if not is_there(home, entry, before)]
     if before and not missing:
-        return Staged(before.dataset, folder / "data", 0, 0)
+        return Staged(before.dataset, folder / "data", 0, 0, hold)
     needed = sum(entry.size for entry in missing)
     (home / "data").mkdir(parents=True, exist_ok=True, mode=0o700)
-    _check_space(home, needed)
+    shelf.make_room(home, needed, manifest.bytes)
     done = manifest.bytes - needed
     for entry in missing:
         _fetch_file(source, home / "data", entry, lambda moved, base=done: progress(base + moved, manifest.bytes))  # type: ignore[misc]
         done += entry.size
-    _commit(home, folder, manifest)
-    return Staged(manifest, folder / "data", len(missing), needed)
-
-
-def _commit(home: Path, folder: Path, manifest: DatasetManifest) -> None:
-    """Nothing but the listed files, all of them durable; then the manifest; then the name."""
-    data = home / "data"
-    listed = {entry.path for entry in manifest.files}
-    for parent, _, names in os.walk(data, topdown=False):
-        for name in names if home != folder else ():
-            if str(Path(parent, name).relative_to(data)) not in listed:
-                Path(parent, name).unlink()
-        atomic.sync_folder(Path(parent))
-    modified = {entry.path: (data / entry.path).stat().st_mtime_ns for entry in manifest.files}
-    atomic.write(home / MANIFEST, StagedFolder(dataset=manifest, modified=modified).to_json().encode())
-    if home != folder:
-        if folder.exists():
-            shutil.rmtree(folder)
-        home.rename(folder)
-        atomic.sync_folder(folder.parent)
-
-
-def _read_staged(folder: Path, manifest: DatasetManifest) -> StagedFolder | None:
-    """What was staged before under this name, if it is this data set."""
-    try:
-        staged = StagedFolder.parse((folder / MANIFEST).read_bytes(), str(folder), MANIFEST)
-    except (FileNotFoundError, Damaged):
-        return None
-    return staged if staged.dataset.fingerprint == manifest.fingerprint else None
-
-
-def _is_there(home: Path, entry: FileEntry, before: StagedFolder | None) -> bool:
-    """Whether a local file is right: by size and time if it was staged whole, else by reading it."""
-    path = home / "data" / entry.path
-    try:
-        stat = path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    if path.is_symlink() or not path.is_file() or stat.st_size != entry.size:
-        return False
-    if before and before.modified.get(entry.path) == stat.st_mtime_ns:
-        return True
-    return digest.of_file(path) == entry.blake3
+    shelf.commit(home, folder, manifest)
+    return Staged(manifest, folder / "data", len(missing), needed, hold)
 
 
 def _fetch_file(source: Path, data: Path, entry: FileEntry, moved: Callable[[int], None]) -> None:
@@ -254,33 +223,9 @@ def _fetch_file(source: Path, data: Path, entry: FileEntry, moved: Callable[[int
     )
 
 
-def _check_space(home: Path, needed: int) -> None:
-    free = shutil.disk_usage(home).free
-    if needed > free:
-        raise StoreUnavailable(
-            f"tiers.local: {home.parent} has {_size(free)} free and the data needs {_size(needed)}; "
-            "free some space or choose another place."
-        )
-
-
 def _unavailable(error: OSError, local: Path) -> StoreUnavailable:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreUnavailable(
             f"tiers.local: no space is left in {local} for the data; free some or choose another place."
         )
     return StoreUnavailable(f"The data cannot be staged now: {error.filename or local}: {error.strerror or error}.")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e3:.0f} kB"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Two stagers of one data set come one after the other; the second finds everything there."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -10,11 +10,12 @@ import hashlib
 import hmac
 import os
 import re
+import socket
 import ssl
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import quote, urlsplit
@@ -70,6 +71,7 @@ class Bodies:
         scheme, self._host, self._base = _address(bucket, access)
         self._connect, self._prefix = _connector(scheme, self._host)
         self._idle: list[HTTPConnection] = []
+        self._busy: set[HTTPConnection] = set()
         self._signing: tuple[str, bytes] = ("", b"")
         self._pid = os.getpid()
         weakref.finalize(self, _close_all, self._idle)
@@ -84,6 +86,7 @@ class Bodies:
         connection.
         """
         connection, is_used = self._take()
+        self._busy.add(connection)
         response, is_kept = None, False
         try:
             response = self._answer(connection, asked, start, end, etag, whole=whole)
@@ -98,20 +101,26 @@ class Bodies:
             ) from None
         except (OSError, HTTPException) as error:
             if is_used:
-                self.close()  # it was closed while nobody used it, and so were the others, most likely
+                _close_all(self._idle)  # it was closed while nobody used it, and so were the others, most likely
             raise Passing(f"{asked.store} does not answer or breaks off ({type(error).__name__})") from None
         finally:
+            self._busy.discard(connection)
             if not is_kept:
                 connection.close()
                 if response is not None:
                     response.close()
 
     def close(self) -> None:
+        """Close the idle connections, and break off what is under way."""
         _close_all(self._idle)
+        for connection in list(self._busy):
+            with suppress(OSError):
+                if connection.sock:
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _take(self) -> tuple[HTTPConnection, bool]:
         if os.getpid() != self._pid:  # the parent's connections are not ours to use
-            self.close()
+            _close_all(self._idle)
             self._pid = os.getpid()
         try:
             return self._idle.pop(), True

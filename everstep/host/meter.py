@@ -1,0 +1,90 @@
+"""How far a data set has come: how much, how fast, how long still. A line on the terminal, and words for others."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+from everstep.core.words import duration
+from everstep.host.progress import QUIET_SECONDS, columns
+
+PATIENCE_SECONDS = 1.0
+"""What is over sooner needs no progress."""
+WINDOW_SECONDS = 15.0
+LIVE_SECONDS = 0.2
+TELL_SECONDS = 2.0
+
+
+class Meter:
+    """Called with bytes done and bytes in all, as often as one likes.
+
+    `tell` gets the percentage and the words every two seconds, and once more at the end if it was told before.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[float, str], None] | None = None,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tell = tell
+        self._out = out or sys.stderr
+        self._live = self._out.isatty()
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque()
+        self._width = 0
+        self._last = (0.0, "")
+        self._has_told = False
+        self._draw_at = self._tell_at = clock() + PATIENCE_SECONDS
+        if not self._live:
+            self._draw_at = clock() + QUIET_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self._clock()
+        self._seen.append((now, done))
+        while now - self._seen[0][0] > WINDOW_SECONDS:
+            self._seen.popleft()
+        if now < min(self._draw_at, self._tell_at):
+            return
+        self._last = (100.0 * done / total if total else 100.0, words(done, total, self._rate()))
+        if now >= self._draw_at:
+            self._draw_at = now + (LIVE_SECONDS if self._live else QUIET_SECONDS)
+            self._draw(f"data: {self._last[1]}")
+        if self._tell and now >= self._tell_at:
+            self._tell_at = now + TELL_SECONDS
+            self._has_told = True
+            self._tell(*self._last)
+
+    def close(self, *, whole: bool) -> None:
+        """Leave a clean line behind, and say the end where the middle was said."""
+        if self._live and self._width:
+            self._draw("")
+            self._out.write("\r")
+            self._out.flush()
+        if self._tell and self._has_told and whole and self._seen:
+            self._tell(100.0, words(self._seen[-1][1], self._seen[-1][1], 0.0))
+
+    def _rate(self) -> float:
+        """Bytes a second, over the last seconds."""
+        (begin, first), (now, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (now - begin) if now > begin else 0.0
+
+    def _draw(self, text: str) -> None:
+        if self._live:
+            text = text[: columns(self._out)]
+            self._out.write("\r" + text.ljust(self._width))
+            self._width = len(text)
+        else:
+            self._out.write(text + "\n")
+        self._out.flush()
+
+
+def words(done: int, total: int, rate: float) -> str:
+    """35 % | 1.40 of 4.00 GB | 350 MB/s | 8 s left."""
+    unit, scale = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
+    share = 100.0 * done / total if total else 100.0
+    parts = [f"{share:.0f} %", f"{done / scale:.2f} of {total / scale:.2f} {unit}"]
+    if done < total and rate > 0:
+        parts += [f"{rate / 1e6:,.0f} MB/s", f"{duration((total - done) / rate)} left"]
+    return " | ".join(parts)
