@@ -23,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import agreement
 import boundaries
+import objects
 import recovery
 from flow import ROOT, Lab
 from recovery import Kills
@@ -38,10 +39,12 @@ MOST_RANKS = 8
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--only", choices=("boundaries", "agreement", "recovery"), help="one part; writes no results")
+    parser.add_argument(
+        "--only", choices=("boundaries", "agreement", "recovery", "objects"), help="one part; writes no results"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwind: all that was started is ended
-    parts = {"boundaries": _boundaries, "agreement": _agreement, "recovery": _recovery}
+    parts = {"boundaries": _boundaries, "agreement": _agreement, "recovery": _recovery, "objects": _objects}
     figures: dict[str, float] = {"cpus": os.cpu_count() or 1, "load_before": os.getloadavg()[0]}
     with _lab() as lab:
         for name, measure in parts.items():
@@ -105,6 +108,11 @@ def _agreement(lab: Lab, *, quick: bool) -> dict[str, float]:
     }
 
 
+def _objects(lab: Lab, *, quick: bool) -> dict[str, float]:
+    _say("checkpoints of 10 MB to the object tier")
+    return {"promote_ms": median(objects.promote_ms(lab.folder / "objects", 3 if quick else 20))}
+
+
 def _recovery(lab: Lab, *, quick: bool) -> dict[str, float]:
     """Two rounds of runs with a spare, without one, and with two ranks."""
     dice = random.Random(0)
@@ -142,6 +150,7 @@ def _recovery(lab: Lab, *, quick: bool) -> dict[str, float]:
 
 
 NOTES = {
+    "promote_ms": "local commit of 10 MB to its commit on the object tier: verified, copied, sent, read back",
     "load_before": "processes that wanted a processor; above 0 others were at work",
     "load_after": "the bench itself and others",
     "segment_boundary_ms": "no step runs at a boundary, median; aim: under 10",

@@ -12,6 +12,8 @@ from drill import new_drill
 from plans import Shape
 from rigs.proxy import Fault
 
+import everstep
+
 LAST, BEFORE, FIRST = "step-00000040.a1", "step-00000030.a1", "step-00000020.a1"
 UPLOAD_POINTS = ("upload.begin", "upload.mid_file", "upload.verify", "upload.before_manifest", "upload.after_manifest")
 
@@ -139,7 +141,7 @@ def all_files(folder):
 
 
 def test_on_s3_a_store_that_fails_and_goes_away_stops_nothing_and_a_fresh_machine_goes_on(
-    make_drill, s3_server, s3_proxy, untouched, tmp_path
+    make_drill, s3_server, s3_proxy, untouched, monkeypatch
 ):
     """The whole life on a real server: faults while it trains, both tiers lost, and no secret in anything that is left."""
     place = f"s3://{s3_server.bucket()}/runs"
@@ -159,7 +161,12 @@ def test_on_s3_a_store_that_fails_and_goes_away_stops_nothing_and_a_fresh_machin
     assert committed == [FIRST, BEFORE, LAST]
     second = use(make_drill(config={"pause": 0.02}), place)
     shutil.copy(first.folder / "mlflow.db", second.folder / "mlflow.db")
-    check(second.run(environment=s3_server.env()), untouched, 40)
+    last = second.run(environment=s3_server.env())
+    check(last, untouched, 40)
+    for name, value in s3_server.env().items():
+        monkeypatch.setenv(name, value)
+    final = f"{place}/tiny/{second.run_dir.name}/checkpoints/step-00000060.a2"
+    assert everstep.weights_digest(everstep.load_checkpoint(final)) == last.final["weights"]
     hints = [event["data"]["checkpoint"] for event in events(second, "tracking.hint")]
     assert hints == [f"{place}/tiny/{second.run_dir.name}/checkpoints/{LAST}"]
     for folder in (first.folder, second.folder):

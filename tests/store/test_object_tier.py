@@ -311,7 +311,7 @@ def test_a_folder_tells_what_is_there_only_to_those_who_may_create(tmp_path):
     assert not (tmp_path / "object" / "a").exists()
 
 
-def test_a_checkpoint_on_s3_may_be_verified_and_loaded_by_its_uri(on_s3, s3_server, source, monkeypatch):
+def test_a_checkpoint_on_s3_may_be_verified_by_its_uri(on_s3, s3_server, source, monkeypatch):
     import everstep
 
     tier = on_s3()
@@ -321,7 +321,6 @@ def test_a_checkpoint_on_s3_may_be_verified_and_loaded_by_its_uri(on_s3, s3_serv
         monkeypatch.setenv(name, value)
     uri = f"{tier.uri}/{HOME}"
     assert everstep.verify_checkpoint(uri).ok
-    assert set(everstep.load_checkpoint(uri)) == {"embed.weight", "head.weight", "norm.bias", "mask", "count"}
     assert "is not there" in everstep.verify_checkpoint(uri.replace("40.a2", "50.a2")).why
     with pytest.raises(ValueError, match="names no checkpoint"):
         everstep.verify_checkpoint("s3://bucket/elsewhere")
