@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
@@ -30,6 +30,8 @@ from everstep.core.summary import (
     TimeMap,
 )
 from everstep.core.timeline import Account, Bucket, Stretch, account, cost_parts
+
+Value = TypeVar("Value")
 
 COLUMNS = 240
 MOST_LISTED = 1000
@@ -58,12 +60,12 @@ def summarise(facts: Facts) -> RunReport:
         steps=_whole(facts.job.get("steps")) if facts.job else None,
         began=line[0].begin if line else None,
         last_sign=chronicle.last_sign or None,
-        metrics={name: _told(value) for name, value in sorted(chronicle.last_metrics.items())},
+        metrics={name: _told(value) for name, value in _best_first(chronicle.last_metrics, facts.job)},
         last_loss=None if facts.curves.last_loss is None else _told(facts.curves.last_loss),
         samples_per_second=chronicle.samples_per_second,
         loss=facts.curves.loss,
         speed=_shifted(facts.curves, line[0].begin if line else 0.0),
-        evaluations=dict(facts.curves.evaluations),
+        evaluations=dict(_best_first(facts.curves.evaluations, facts.job)),
         time=Spent(wall=spent.wall, ettr=spent.ettr, buckets={one.value: s for one, s in spent.buckets.items()}),
         time_map=time_map(line),
         attempts=attempts[-MOST_LISTED:],
@@ -213,6 +215,12 @@ def _marks(events: Iterable[Event]) -> list[tuple[Happened, str]]:
         tier = str(event.data.get("tier") or "")
         found.append((Happened(time=event.time, step=key.step, what=word, tier=tier), named))
     return found
+
+
+def _best_first(by_name: Mapping[str, Value], job: Mapping[str, Any] | None) -> list[tuple[str, Value]]:
+    """By name, but first the metric by which the job calls a checkpoint the best."""
+    best = (((job or {}).get("checkpoint") or {}).get("best") or {}).get("metric")
+    return sorted(by_name.items(), key=lambda one: (one[0] != best, one[0]))
 
 
 def _checkpoints(

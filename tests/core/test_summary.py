@@ -233,3 +233,9 @@ def test_very_long_lists_are_cut_and_counted():
     assert (len(told.attempts), told.attempts_in_all, told.attempts[-1].attempt) == (1000, 1500, 1500)
     assert len(told.checkpoint_marks) <= 4000
     assert told.checkpoint_counts["saved"] == 9000
+
+
+def test_the_metric_by_which_a_checkpoint_is_best_comes_first():
+    job = {"steps": 400, "checkpoint": {"best": {"metric": "b", "mode": "min"}}}
+    evaluated = Row(2, 400, BEGAN + 480, {}, {"a": 1.0, "b": 2.0, "c": 3.0})
+    assert list(report(chronicle(evaluated=evaluated), job=job).metrics) == ["b", "a", "c"]
