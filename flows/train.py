@@ -17,12 +17,13 @@ from blocks.tracking import Tracking
 from everstep.core.job import TrainJob
 from everstep.core.segment import SegmentResult
 from everstep.host.life import own_run
+from flows.stage import stage
 from tasks.cancel import watching
 from tasks.gate import check_data
 from tasks.places import placed
 from tasks.promote import promote
 from tasks.server import LocalFlow
-from tasks.train import begin_attempt, decide, finish, keep, stage, train_segment, verify
+from tasks.train import begin_attempt, decide, finish, keep, train_segment, verify
 
 
 def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
@@ -33,8 +34,8 @@ def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
         take_over: Ask another living flow run that owns this run to save and leave.
 
     """
-    with watching() as prefect, placed(job, StorageTiers, Tracking) as (resolved, access):
-        staged = stage(resolved, access)
+    with watching() as prefect, placed(job, StorageTiers, Tracking):
+        staged = stage(job)
         with own_run(staged, prefect, take_over=take_over) as run:
             check_data(run)
             while not run.over:

@@ -2,22 +2,11 @@
 main thread hears a cancel. Nothing is cached: every piece asks its own durable facts.
 """
 
-from typing import Any
-
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from everstep.host import life
 
-
-def _may_pass(_task: Any, _run: Any, state: Any) -> bool:
-    """What the user must mend is said at once; what a disk refuses may pass."""
-    return not isinstance(state.result(raise_on_failure=False), ValueError)
-
-
-stage = task(
-    name="stage-data", retries=2, retry_delay_seconds=[2, 10], retry_condition_fn=_may_pass, cache_policy=NO_CACHE
-)(life.stage)
 begin_attempt = task(name="begin-attempt", cache_policy=NO_CACHE)(life.begin_attempt)
 train_segment = task(name="train-segment", cache_policy=NO_CACHE)(life.train_segment)
 verify = task(name="verify-checkpoint", cache_policy=NO_CACHE)(life.verify)

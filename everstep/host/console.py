@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from everstep.core.job import TrainJob
 
 COMPLETED, FAILED, USER, STOPPED = 0, 1, 2, 75
-USAGE = "usage: python -m flows.train job.yaml [--take-over]"
+USAGE = {
+    "flows.train": "usage: python -m flows.train job.yaml [--take-over]",
+    "flows.stage": "usage: python -m flows.stage job.yaml",
+}
 EXIT_SECONDS = 10.0
 """How long Prefect's threads may try to bring out their last logs and events; they would try for ever."""
 
@@ -59,8 +62,8 @@ class Console:
         return code
 
 
-def open_console(arguments: Sequence[str]) -> Console:
-    """Read and check the job named on the command line, and begin to start the server that it needs.
+def open_console(arguments: Sequence[str], module: str = "flows.train") -> Console:
+    """Read and check the job named on the command line of `module`, and begin to start the server that it needs.
 
     Leaves with exit code 2 and one sentence for what a person can mend.
     """
@@ -71,7 +74,7 @@ def open_console(arguments: Sequence[str]) -> Console:
     from everstep.host import jobs, server
 
     _leave_working_directory()
-    file, take_over = _parse(arguments)
+    file, take_over = _parse(arguments, module)
     try:
         job = jobs.read(file)
         jobs.check(job, Path.cwd())
@@ -101,10 +104,10 @@ def _leave_within(seconds: float, code: int) -> None:
     timer.start()
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Path, bool]:
+def _parse(arguments: Sequence[str], module: str) -> tuple[Path, bool]:
     files = [argument for argument in arguments if argument != "--take-over"]
     if len(files) != 1 or files[0].startswith("-"):
-        _refuse(USAGE)
+        _refuse(USAGE[module])
     return Path(files[0]), "--take-over" in arguments
 
 
@@ -191,9 +194,10 @@ def _keep_log(log: "MemoryHandler", final: dict[str, Any] | None) -> Path | None
     """Write what the libraries logged to the run's directory, or beside the server's log if there is no run."""
     from everstep.host import server
 
-    file = Path(final["run_dir"], "logs", "flow.log") if final else server.default_log().with_name("flow.log")
+    run_dir = (final or {}).get("run_dir")
+    file = Path(run_dir, "logs", "flow.log") if run_dir else server.default_log().with_name("flow.log")
     try:
-        target = logging.FileHandler(file, mode="a" if final else "w")
+        target = logging.FileHandler(file, mode="a" if run_dir else "w")
     except OSError:  # a full or read-only disk is what we are about to tell of
         return None
     target.setFormatter(log.formatter)

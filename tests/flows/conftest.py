@@ -101,10 +101,12 @@ class Desk:
         file.write_text(yaml.safe_dump(self.job))
         return file
 
-    def start(self, arguments=None, *, options: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
-        """Begin `python -m flows.train job.yaml`, or with `arguments` in place of the job."""
+    def start(
+        self, arguments=None, *, options: tuple[str, ...] = (), module: str = "flows.train", **environment: str
+    ) -> subprocess.Popen:
+        """Begin `python -m flows.train job.yaml`, or with `arguments` in place of the job, or another `module`."""
         given = (str(self.write()),) if arguments is None else arguments
-        command = [sys.executable, *options, "-m", "flows.train", *given]
+        command = [sys.executable, *options, "-m", module, *given]
         one = subprocess.Popen(
             command,
             cwd=self.folder,
