@@ -30,7 +30,13 @@ def data_of_a_job(job: TrainJob) -> Staged:
         return bring(resolved, access)
 
 
-stage = LocalFlow(data_of_a_job, name="stage", flow_run_name="stage-{job.name}", validate_parameters=True)
+stage = LocalFlow(
+    data_of_a_job,
+    name="stage",
+    flow_run_name="stage-{job.name}",
+    validate_parameters=True,
+    persist_result=False,  # what it returns holds the keys of the object store
+)
 
 if __name__ == "__main__":
     raise SystemExit(console.run(lambda job, **_: deliver(stage(job))))

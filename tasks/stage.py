@@ -21,7 +21,14 @@ def _may_pass(_task: Any, _run: Any, state: Any) -> bool:
     return not isinstance(state.result(raise_on_failure=False), ValueError)
 
 
-@task(name="stage-data", retries=2, retry_delay_seconds=[2, 10], retry_condition_fn=_may_pass, cache_policy=NO_CACHE)
+@task(
+    name="stage-data",
+    retries=2,
+    retry_delay_seconds=[2, 10],
+    retry_condition_fn=_may_pass,
+    cache_policy=NO_CACHE,
+    persist_result=False,  # what it returns holds the keys of the object store
+)
 def bring(job: TrainJob, access: Access | None = None) -> life.Staged:
     """Bring the job's data to the local tier, with a line on the terminal and a progress bar in Prefect."""
     meter = Meter(_Bar(job.name).tell)
