@@ -190,6 +190,9 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
         atomic.write(places.final, (json.dumps(final) + "\n").encode())
     except OSError as error:  # the checkpoints count; the next flow run of this job writes the rest again
         life.progress.say(f"{places.persistent} takes no report now ({error.strerror}); the result is printed only")
+    else:
+        if not quick and not _behind(places):
+            life.far.tell_end()
     outcome.deliver(final)
     life.closed = True
     if status != "failed":

@@ -25,6 +25,7 @@ from everstep.store.s3_access import Access
 CLAIM_SECONDS = 10.0
 """How long an attempt waits for its claim there. A store that is away holds up no run that this machine has whole."""
 LOOK_SECONDS = 20.0
+END_SECONDS = 5.0
 FETCH_TRIES = 3
 
 _Answer = TypeVar("_Answer")
@@ -118,6 +119,16 @@ class Far:
         if not ours:
             raise Fenced(f"Attempt {claim.attempt} of this run was claimed on the object tier by another machine.")
 
+    def tell_end(self) -> None:
+        """Put the run's last line there, so that a machine that knows nothing of the run knows how it ended."""
+        if self._places.object is None:
+            return
+        data = self._places.final.read_bytes()
+        try:
+            _aside(lambda: self._tier(END_SECONDS).write("result.json", data), END_SECONDS)
+        except (EverstepError, ValueError) as error:
+            self._record("object.away", severity=Severity.low, text=f"the end is not told to the object tier: {error}")
+
     def _ask(self, claim: AttemptClaim) -> bool:
         tier = self._tier(CLAIM_SECONDS)
         ours = tier.claim(claim)
@@ -144,6 +155,7 @@ def _take_all(tier: object_tier.ObjectTier, places: RunPlaces) -> None:
     """What a run directory needs of the object tier, but for the run's record."""
     seen = mirror.refresh(places, tier)
     _take(tier, "structure.json", places.structure)
+    _take(tier, "result.json", places.final)
     for name in HISTORY:
         if f"history/{name}" in seen.sizes:
             _take(tier, f"history/{name}", places.persistent / name)

@@ -115,16 +115,25 @@ def _find_or_create(
         mine = max(there, key=lambda record: _number(record.run))
         places = _places(job, mine.run)
         elsewhere.restore(mine, places)
-        return Run(job, mine, places, created=False, final=None, adopted=True)
+        return Run(job, mine, places, created=False, final=_last_line(job, places), adopted=True)
     if mine is not None:
         places = _places(job, mine.run)
-        final = final_line(places)
-        finished = final is not None and final["status"] == "completed" and int(final["step"]) >= job.steps
-        ended_early = final is not None and final["status"] == "completed" and bool(final.get("finished_early"))
-        return Run(job, mine, places, created=False, final=final if finished or ended_early else None)
+        return Run(job, mine, places, created=False, final=_last_line(job, places))
+    others = [record for record in far if record.name == job.name]
+    if elsewhere and others and not known:
+        known = [max(others, key=lambda record: _number(record.run))]
+        elsewhere.restore(known[0], _places(job, known[0].run))
     if known:
         _refuse_change(job, dataset, known[-1])
     return _create(job, dataset, fingerprint, home, taken, flow_run, code_version)
+
+
+def _last_line(job: TrainJob, places: RunPlaces) -> dict[str, Any] | None:
+    """The JSON line of a run in which nothing is left to do for this job."""
+    final = final_line(places)
+    if final is None or final["status"] != "completed":
+        return None
+    return final if int(final["step"]) >= job.steps or final.get("finished_early") else None
 
 
 def _refuse_change(job: TrainJob, dataset: DatasetManifest, newest: RunRecord) -> None:

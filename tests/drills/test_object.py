@@ -79,6 +79,24 @@ def test_a_machine_that_has_nothing_goes_on_from_the_object_tier_alone(fresh, un
     fresh.await_gone()
 
 
+def test_a_machine_that_has_nothing_knows_that_a_run_is_complete(at_40, fresh):
+    fresh.job["steps"] = 40
+    ended = fresh.run()
+    assert (ended.code, ended.final["weights"]) == (
+        0,
+        json.loads((at_40.run_dir / "result.json").read_text())["weights"],
+    )
+    assert ended.final["attempts"] == 1, "nothing was trained again"
+
+
+def test_a_machine_that_has_nothing_refuses_a_changed_job_under_an_unfinished_name(fresh, tmp_path):
+    (result,) = tmp_path.glob("object/tiny/*/result.json")
+    result.unlink()
+    fresh.job["seed"] = 7
+    ended = fresh.run()
+    assert (ended.code, "seed" in ended.err) == (2, True), ended.err
+
+
 def test_what_mlflow_names_and_the_store_has_lost_is_said_and_walked_back_from(at_40, fresh, untouched):
     (there,) = (fresh.folder.parent / "object" / "tiny").glob("r*")
     shutil.rmtree(there / "checkpoints" / LAST)
