@@ -84,6 +84,7 @@ def start(log: Path, cache: Path | None = None) -> Server:
     _remove_abandoned()
     folder, lock = _own_folder()
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or every answer in two pieces waits 40 ms
     try:
         cache = cache or _cache()
         argv = [sys.executable, "-I", "-S", _BOOT, str(cache), str(folder / "server.db"), str(listener.fileno())]
