@@ -223,7 +223,9 @@ def runs_exist(uri: str) -> bool:
     return mlflow_run.connect(uri).get_experiment_by_name("job") is not None and bool(runs(uri))
 
 
-def test_outages_cost_neither_time_nor_metrics(proxy: mlflow_server.Proxy, server: tuple[int, str], metrics: Path) -> None:
+def test_outages_cost_neither_time_nor_metrics(
+    proxy: mlflow_server.Proxy, server: tuple[int, str], metrics: Path
+) -> None:
     heard: list[str] = []
     one = tracker(proxy.uri, metrics, notice=lambda kind, _: heard.append(kind))
     one.start()
@@ -266,7 +268,9 @@ def test_outages_cost_neither_time_nor_metrics(proxy: mlflow_server.Proxy, serve
     assert not metrics.with_name("tracking.json").exists()
 
 
-def test_what_could_not_be_said_is_replayed_later(proxy: mlflow_server.Proxy, server: tuple[int, str], metrics: Path) -> None:
+def test_what_could_not_be_said_is_replayed_later(
+    proxy: mlflow_server.Proxy, server: tuple[int, str], metrics: Path
+) -> None:
     proxy.mode = "500"
     train(metrics, 1, range(1, 4))
     later = Subject("later", "run-2")
