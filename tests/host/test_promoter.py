@@ -27,7 +27,8 @@ class Stage:
         self.uri = uri
         self.places = fabric.places(tmp)
         self.client = mlflow_run.connect(uri)
-        self.run_id = self.client.create_run(self.client.create_experiment(fabric.JOB)).info.run_id
+        experiment = self.client.create_experiment(fabric.JOB, (tmp / "mlartifacts").as_uri())
+        self.run_id = self.client.create_run(experiment).info.run_id
         self.promoter = Promoter(self.places)
 
     def wish(self, step: int, *, release: bool = False, **metrics) -> Wish:
