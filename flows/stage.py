@@ -15,7 +15,7 @@ from blocks.tracking import Tracking
 from everstep.core.job import TrainJob
 from everstep.host.life import Staged
 from tasks.places import placed
-from tasks.server import LocalFlow
+from tasks.server import PartFlow
 from tasks.stage import bring, deliver
 
 
@@ -30,7 +30,7 @@ def data_of_a_job(job: TrainJob) -> Staged:
         return bring(resolved, access)
 
 
-stage = LocalFlow(
+stage = PartFlow(
     data_of_a_job,
     name="stage",
     flow_run_name="stage-{job.name}",
