@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from everstep.core.segment import AttemptSpec
-from everstep.host import process
+from everstep.host import process, scratch
 from everstep.host.process import Process
 
 COMMAND = (sys.executable, "-m", "everstep.trainer")
@@ -133,6 +133,7 @@ class Gang:
             one.kill_group()
         self.wait_all(2.0)
         stragglers = process.sweep(self.token, 0.0)
+        scratch.clear(self.token, pids=[*(one.pid for one in self.ranks), *stragglers])
         for one in self.ranks:
             one.close()
         self._gone = True

@@ -21,7 +21,7 @@ from everstep.core.health import Severity
 from everstep.core.job import TrainJob
 from everstep.core.place import is_object
 from everstep.core.segment import AttemptEnd, AttemptSpec, SegmentResult
-from everstep.host import gang, process, warden
+from everstep.host import gang, process, scratch, warden
 from everstep.host.attempt import Attempt
 from everstep.host.courier import CopierSpec, carried
 from everstep.host.gang import Gang
@@ -174,6 +174,7 @@ class Supervisor:
                 for keeper in self._keepers:
                     keeper.stop()
                 process.sweep(self.token, 0.0)
+                scratch.clear(self.token)
                 if self._warden is not None:
                     self._warden.close()
                     self._warden = None
@@ -202,6 +203,7 @@ class Supervisor:
             self._gang.kill()
             self._gang = None
         process.sweep(process.token(self._run), 0.0, spare=self.token)
+        scratch.clear(process.token(self._run), spare=self.token)
         for folder in (self._places.local, self._logs, self._places.end(claim.attempt, 0).parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._places.lease.unlink(missing_ok=True)
@@ -227,7 +229,7 @@ class Supervisor:
     def _spawn(self, nice: int = 0) -> Gang:
         self._serial += 1
         token = f"{self.token}/{self._serial}"
-        env = self._environment()
+        env = self._environment() | scratch.make(token)
         made = Gang.spawn(self._job.ranks, env, token, self._logs, command=self._command, nice=nice)
         if self._warden is None:
             self._warden = warden.start(self.token, self._job.grace_seconds, self._logs / "warden.log")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from everstep.host import process
+from everstep.host import process, scratch
 from everstep.host.process import Process
 
 MARGIN = 1.0
@@ -45,6 +45,7 @@ def main(token: str, grace: float) -> None:
             ranks.append(os.pidfd_open(int(line)))
     _wait_for(ranks, min(grace + MARGIN, LONGEST))
     process.sweep(token, POLITE, certain_within=2.0)
+    scratch.clear(token)
 
 
 def _wait_for(handles: Iterable[int], seconds: float) -> None:

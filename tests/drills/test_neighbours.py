@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -90,3 +91,25 @@ def test_a_users_own_package_of_tasks_stands_in_nobodys_way(make_drill, tmp_path
     ended = drill.run(cwd=package.parent)
     assert ended.code == 0, ended.err
     assert ended.final["step"] == 20
+
+
+def test_what_killed_ranks_and_workers_leave_in_temporary_folders_does_not_grow(make_drill, untouched):
+    """Case BC-126: sockets, locks and shared memory of dead owners go; the next start never meets them."""
+    shape = Shape(2, 2, 1)
+    drill = make_drill(**shape.job(pause=0.02))
+    with tempfile.TemporaryDirectory(prefix="es-", dir="/tmp") as short:
+        for step in (5, 15, 25):
+            flow = drill.start(environment={"TMPDIR": short})
+            drill.await_step(step, flow)
+            killed = process.marked(drill.token())
+            for pid in (flow.pid, *killed):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            drill.wait(flow)
+            drill.await_gone()
+            left = [path for path in Path(short).iterdir() if path.name.startswith(("everstep-", "pymp-"))]
+            assert len(left) <= 2, "the ranks and their spares of one flow run; the next one clears them"
+        ended = drill.run(environment={"TMPDIR": short})
+        assert (ended.code, ended.final["weights"]) == (0, untouched(shape).final["weights"]), ended.err
+        assert not [path for path in Path(short).iterdir() if path.name.startswith(("everstep-", "pymp-"))]
+        assert not [pid for pid in killed for _ in Path("/dev/shm").glob(f"torch_{pid}_*")]

@@ -1,8 +1,10 @@
 """The object tier: both other tiers lost, a machine that has nothing, a store that is away, kills during the upload."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 
@@ -13,6 +15,7 @@ from rigs.proxy import Fault
 
 import everstep
 from everstep.core.checkpoint import AttemptClaim
+from everstep.host import mlflow_run, process
 from everstep.store import object_tier
 
 LAST, BEFORE, FIRST = "step-00000040.a1", "step-00000030.a1", "step-00000020.a1"
@@ -95,6 +98,31 @@ def test_a_machine_that_has_nothing_refuses_a_changed_job_under_an_unfinished_na
     fresh.job["seed"] = 7
     ended = fresh.run()
     assert (ended.code, "seed" in ended.err) == (2, True), ended.err
+
+
+def test_another_node_with_an_empty_local_tier_goes_on_in_the_same_mlflow_run(make_drill, untouched):
+    """Case BC-110: everything is killed at once, so nothing of the dying node could tell anybody anything."""
+    drill = make_drill(config={"pause": 0.2})
+    flow = drill.start()
+    client = mlflow_run.connect(f"sqlite:///{drill.folder / 'mlflow.db'}")
+    until = time.monotonic() + 60
+    while client.get_experiment_by_name("tiny") is None or not (
+        found := mlflow_run.find(client, "tiny", drill.run_dir.name)
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    drill.await_step(14, flow)
+    for pid in (flow.pid, *process.marked(drill.token())):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    drill.wait(flow)
+    drill.await_gone()
+    shutil.rmtree(drill.folder / "nvme")
+    ended = drill.run()
+    assert (ended.code, ended.final["weights"]) == (0, untouched(Shape()).final["weights"]), ended.err
+    assert ended.final["resumed_from"] >= 10
+    assert ended.final["mlflow_run"] == found.info.run_id
+    assert len(client.search_runs([client.get_experiment_by_name("tiny").experiment_id])) == 1
 
 
 def test_what_mlflow_names_and_the_store_has_lost_is_said_and_walked_back_from(at_40, fresh, untouched):

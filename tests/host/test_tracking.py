@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,47 @@ def test_two_runs_in_one_process_do_not_meet(uri: str, tmp_path: Path) -> None:
     assert {found.data.tags["everstep.run"] for found in runs(uri)} == {"a", "b"}
     assert all("mlflow.parentRunId" not in found.data.tags for found in runs(uri))
     assert [len(history(uri, one.run_id or "")) for one in trackers] == [5, 5]
+
+
+def test_a_second_try_in_the_same_process_attaches_to_its_own_run(uri: str, tmp_path: Path) -> None:
+    """Case BC-108: the first try raises in mid-run, on threads beside another run; nothing hidden is left active."""
+    import mlflow
+
+    trackers: dict[str, list[Tracker]] = {"a": [], "b": []}
+
+    def flow(name: str, fails: bool) -> None:
+        one = tracker(uri, tmp_path / name / "metrics.jsonl", Subject("job", name))
+        trackers[name].append(one)
+        one.start()
+        try:
+            one.attempt(len(trackers[name]), 0)
+            until(lambda: one.run_id is not None)
+            if fails:
+                raise OSError("the disk is gone")
+            one.finish("completed", None)
+        finally:
+            assert one.close(60)
+
+    def twice(name: str) -> None:
+        with pytest.raises(OSError, match="the disk is gone"):
+            flow(name, fails=True)
+        flow(name, fails=False)
+
+    for name in trackers:
+        (tmp_path / name).mkdir()
+        train(tmp_path / name / "metrics.jsonl", 1, range(1, 6))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(twice, trackers))
+    assert mlflow.active_run() is None
+    assert {found.data.tags["everstep.run"]: found.info.status for found in runs(uri)} == {
+        "a": "FINISHED",
+        "b": "FINISHED",
+    }
+    assert len(runs(uri)) == 2
+    assert all("mlflow.parentRunId" not in found.data.tags for found in runs(uri))
+    for first, second in trackers.values():
+        assert first.run_id == second.run_id
+        assert [step for step, _ in history(uri, second.run_id or "")] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_that_somebody_deleted_is_written_anew(uri: str, metrics: Path) -> None:
