@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from everstep.core.errors import EverstepError
 from everstep.host.fetch_journal import Journal, Proven, prove
-from everstep.store import digest, faults
+from everstep.store import digest, faults, s3_listing
 from everstep.store.s3 import Bucket
 
 STRETCH = 64 << 20
@@ -53,8 +53,8 @@ class Arriving:
         self.turn = threading.Condition()
         self.done = self._synced = 0
         self.over = False
-        self.part = home / "parts" / digest.of_bytes(wanted.path.encode())[:16]
-        self.target = home / "data" / wanted.path
+        self.part = f"{home}/parts/{digest.of_bytes(wanted.path.encode())[:16]}"
+        self.target = f"{home}/data/{wanted.path}"
         self._store = store
         self._journal = journal
         self._handle = -1
@@ -87,7 +87,7 @@ class Arriving:
         if wanted.blake3:
             return
         if wanted.size > STRETCH:
-            self._crc32 = _crc32_of(self._store.describe(wanted.key, ChecksumMode="ENABLED") or {})
+            self._crc32 = s3_listing.crc32(self._store.describe(wanted.key) or {})
         if not self._crc32 and wanted.has_md5:
             self._md5 = hashlib.md5(usedforsecurity=False)
         if self.done and not self.is_bare:
@@ -119,9 +119,13 @@ class Arriving:
         self.close()
         if not self._is_proven() and not self._has_other_etag():
             raise Holed(f"{self.wanted.path!r} has not the bytes that its source promises")
-        self.target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         faults.point("stage.whole")
-        self.part.replace(self.target)
+        part = Path(self.part)
+        try:
+            part.replace(self.target)
+        except FileNotFoundError:
+            Path(self.target).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part.replace(self.target)
         faults.point("stage.renamed")
         self.over = True
         return self._record()
@@ -146,10 +150,7 @@ class Arriving:
 
     def _has_other_etag(self) -> bool:
         """Whether the ETag is no MD5 although it looks like one: that of an object encrypted with a key of its own."""
-        if self._md5 is None:
-            return False
-        found = self._store.describe(self.wanted.key) or {}
-        return "kms" in found.get("ServerSideEncryption", "") or "SSECustomerAlgorithm" in found
+        return self._md5 is not None and s3_listing.is_encrypted_apart(self._store.describe(self.wanted.key) or {})
 
     def _record(self) -> Proven:
         wanted = self.wanted
@@ -159,13 +160,8 @@ class Arriving:
         return one
 
 
-def _crc32_of(described: dict[str, Any]) -> str:
-    is_whole = described.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT" and "-" not in described.get("ETag", "")
-    return str(described.get("ChecksumCRC32", "")) if is_whole else ""
-
-
-def _has_size(path: Path, size: int) -> bool:
+def _has_size(path: str, size: int) -> bool:
     try:
-        return path.lstat().st_size == size
+        return os.lstat(path).st_size == size
     except (FileNotFoundError, NotADirectoryError):
         return False

@@ -48,7 +48,7 @@ class Journal:
         return sorted(mine, key=lambda one: one.done)
 
 
-def prove(file: Path, stretches: list[Proven]) -> tuple[int, Any]:
+def prove(file: str, stretches: list[Proven]) -> tuple[int, Any]:
     """How many bytes from the start of a file are as they were recorded, and the BLAKE3 object that has seen them.
 
     Reads them. A stretch that does not match ends it: what comes after is not believed.

@@ -18,7 +18,7 @@ from everstep.host.fetch_journal import Journal, Proven
 from everstep.store.objects import Changed, NotThere
 from everstep.store.s3 import Bucket
 
-PART = 4 << 20
+PART = 8 << 20
 MOST_WORKERS = 24
 MOST_FAILURES = 10
 SAID = 5
@@ -87,9 +87,9 @@ class _Fetcher:
         """Look at what is there already, then fetch the rest, the largest first."""
         largest_first = sorted(wanted, key=lambda one: -one.size)
         self._files = [Arriving(one, self._home, self._store, self._journal) for one in largest_first]
-        mine = {file.part.name for file in self._files}
+        mine = {file.part for file in self._files}
         for path in (self._home / "parts").iterdir():
-            if path.name not in mine:
+            if str(path) not in mine:
                 path.unlink()
         try:
             self._share([partial(self._look, file) for file in self._files])

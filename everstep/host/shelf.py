@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -128,15 +129,10 @@ class Shelf:
     def commit(self, home: Path, folder: Path, manifest: DatasetManifest) -> None:
         """Nothing but the listed files, all of them durable; then the manifest; then the name."""
         data = home / "data"
-        listed = {entry.path for entry in manifest.files}
-        for parent, _, names in os.walk(data, topdown=False):
-            for name in names if home != folder else ():
-                if str(Path(parent, name).relative_to(data)) not in listed:
-                    Path(parent, name).unlink()
-            if home != folder and parent != str(data) and not os.listdir(parent):  # noqa: PTH208 - no Path is made of them
-                Path(parent).rmdir()
+        if home != folder:
+            _keep_only(str(data), {entry.path for entry in manifest.files})
         _sync(home)
-        modified = {entry.path: (data / entry.path).stat().st_mtime_ns for entry in manifest.files}
+        modified = {entry.path: os.lstat(f"{data}/{entry.path}").st_mtime_ns for entry in manifest.files}
         atomic.write(home / MANIFEST, StagedFolder(dataset=manifest, modified=modified).to_json().encode())
         faults.point("stage.committed")
         if home != folder:
@@ -218,20 +214,31 @@ class Shelf:
 
 def is_there(home: Path, entry: FileEntry, before: StagedFolder | None, *, by_reading: bool = True) -> bool:
     """Whether a local file is right: by size and time if it was staged whole, else by reading it."""
-    path = home / "data" / entry.path
+    path = f"{home}/data/{entry.path}"
     try:
-        stat = path.lstat()
+        found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    if path.is_symlink() or not path.is_file() or stat.st_size != entry.size:
+    if not stat.S_ISREG(found.st_mode) or found.st_size != entry.size:
         return False
-    if before and before.modified.get(entry.path) == stat.st_mtime_ns:
+    if before and before.modified.get(entry.path) == found.st_mtime_ns:
         return True
-    return by_reading and digest.of_file(path) == entry.blake3
+    return by_reading and digest.of_file(Path(path)) == entry.blake3
 
 
 def size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e3:.0f} kB"
+
+
+def _keep_only(data: str, listed: set[str]) -> None:
+    """Remove files that are not listed, and folders that hold nothing then."""
+    for parent, _, names in os.walk(data, topdown=False):
+        inner = os.path.relpath(parent, data)
+        for name in names:
+            if (name if parent == data else f"{inner}/{name}") not in listed:
+                Path(parent, name).unlink()
+        if parent != data and not any(Path(parent).iterdir()):
+            Path(parent).rmdir()
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One bucket of an S3 store. s3fs lists, describes, writes and deletes, obstore sends large files, and `s3_bodies` reads.
+"""One bucket of an S3 store. `s3_bodies` reads and lists, s3fs writes small objects and deletes, obstore sends large files.
 
 None repeats a request by itself, but obstore the parts of a file: the patience is here, so that one deadline holds.
 """
@@ -8,15 +8,14 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from everstep.core.errors import StoreUnavailable
-from everstep.store import s3_clients, s3_errors
+from everstep.store import s3_clients, s3_errors, s3_listing
 from everstep.store.objects import Changed, Exists, Moved, NotThere, ObjectStat
 from everstep.store.s3_access import Access, Keys, access
 from everstep.store.s3_bodies import Bodies
@@ -75,37 +74,34 @@ class Bucket:
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
         """See ObjectStore. Every call asks the store: nothing is remembered of earlier ones."""
-        page: dict[str, str] = {}
-        key = prefix.rstrip("/") + "/" if prefix else ""
+        asked = self._asked("list", prefix)
+        query = {"list-type": "2", "encoding-type": "url", "max-keys": str(PAGE)}
+        query["prefix"] = prefix.rstrip("/") + "/" if prefix else ""
         while True:
-            answer = self._ask("list", prefix, "list_objects_v2", Prefix=key, MaxKeys=PAGE, **page)
-            for one in answer.get("Contents", ()):
-                yield _stat(one["Key"], one["Size"], one["LastModified"], one.get("ETag"))
-            if not answer.get("IsTruncated"):
+            page, token = self._patiently(asked, lambda: s3_listing.parse(asked, self._bodies().listed(asked, query)))
+            yield from page
+            if not token:
                 return
-            page = {"ContinuationToken": answer["NextContinuationToken"]}
+            query["continuation-token"] = token
 
     def head(self, key: str) -> ObjectStat | None:
         """See ObjectStore."""
         found = self.describe(key)
-        if found is None:
-            return None
-        version = found.get("VersionId")
-        stat = _stat(key, found["ContentLength"], found["LastModified"], found.get("ETag"))
-        return stat.model_copy(update={"version": None if version == "null" else version})
+        return None if found is None else s3_listing.stat(key, found)
 
-    def describe(self, key: str, **more: Any) -> dict[str, Any] | None:
-        """The store's own answer to a HEAD request, None if the object is not there.
+    def describe(self, key: str) -> Mapping[str, str] | None:
+        """The headers with which the store describes an object, names in lower case; None if it is not there.
 
-        Its refusals have no body that says why, so those are asked for by reading a byte.
+        A refusal of a HEAD request does not say why, so that is asked for by reading a byte.
         """
+        asked = self._asked("read", key)
         try:
-            return self._ask("read", key, "head_object", Key=key, **more)
+            return self._patiently(asked, lambda: self._bodies().described(asked))
         except NotThere:
             return None
         except ValueError:
             with suppress(NotThere, Changed):
-                self._ask("read", key, "get_object", Key=key, Range="bytes=0-0")["Body"].close()
+                self.read(key, 0, 1)
             raise
 
     def read(self, key: str, start: int = 0, end: int | None = None, *, etag: str | None = None) -> bytes:
@@ -152,7 +148,7 @@ class Bucket:
             self._ask("write", key, "put_object", **how)
         except Changed:
             found = self.describe(key)
-            if found and found["Metadata"].get(NONCE) == nonce:  # we created it; only the answer was lost
+            if found and found.get(f"x-amz-meta-{NONCE}") == nonce:  # we created it; only the answer was lost
                 return
             raise Exists(f"s3://{self.bucket}/{key} is there already.") from None
 
@@ -289,7 +285,3 @@ def _chunks(path: Path, moved: Moved | None) -> Iterator[bytes]:
             yield chunk
             if moved:
                 moved(len(chunk))
-
-
-def _stat(key: str, size: int, modified: datetime, etag: str | None) -> ObjectStat:
-    return ObjectStat(key=key, size=size, modified=modified.timestamp(), etag=(etag or "").strip('"'))

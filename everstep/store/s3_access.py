@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
@@ -80,8 +81,7 @@ def access(
     if `allowed_hosts` has it: else ValueError, because whoever can write a job could have the keys sent anywhere.
     Raises ValueError too for a profile that is not there. Asks nothing over the network.
     """
-    session = _session(settings.profile or env.get("AWS_PROFILE"), env)
-    usual = _usual_endpoint(session, env)
+    scoped, usual = _configured(settings.profile or env.get("AWS_PROFILE"), env)
     endpoint = settings.endpoint_url or usual
     if settings.endpoint_url and not _may_have_keys(settings.endpoint_url, usual, allowed_hosts):
         raise ValueError(
@@ -89,8 +89,23 @@ def access(
             "set AWS_ENDPOINT_URL to it, or use a block that allows this host."
         )
     region = settings.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
-    region = region or session.get_scoped_config().get("region") or DEFAULT_REGION
+    region = region or scoped.get("region") or DEFAULT_REGION
     return Access(endpoint, region, settings.addressing, settings.profile or env.get("AWS_PROFILE"), keys)
+
+
+def _configured(profile: str | None, env: Mapping[str, str]) -> tuple[Mapping[str, Any], str | None]:
+    """What the profile says, and the endpoint that AWS's own tools would use. botocore is asked where there is a file."""
+    files = [
+        env.get("AWS_CONFIG_FILE", "~/.aws/config"),
+        env.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    ]
+    if profile or any(Path(file).expanduser().is_file() for file in files):
+        session = _session(profile, env)
+        return session.get_scoped_config(), _usual_endpoint(session, env)
+    if env.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+        return {}, None
+    found = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    return {}, found.rstrip("/") if found else None
 
 
 def session_of(access: Access) -> "Session":

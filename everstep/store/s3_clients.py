@@ -93,6 +93,10 @@ def keys_of(access: Access) -> Callable[[], Frozen]:
             access.keys.access_key, access.keys.secret.get_secret_value(), token.get_secret_value() if token else None
         )
         return lambda: fixed
+    env = os.environ
+    if not access.profile and env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
+        told = Frozen(env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN") or None)
+        return lambda: told  # first in AWS's own order too; it saves loading botocore
     found = session_of(access).get_credentials()
     if found is None:
         raise no_keys()

@@ -485,7 +485,7 @@ def test_an_encrypted_object_whose_etag_is_no_md5_is_taken(stage, put, monkeypat
     monkeypatch.setattr(
         s3.Bucket,
         "describe",
-        lambda self, key, **more: describe(self, key, **more) | {"ServerSideEncryption": "aws:kms"},
+        lambda self, key: dict(describe(self, key)) | {"x-amz-server-side-encryption": "aws:kms"},
     )
     monkeypatch.setattr(arrival.Arriving, "take", _with_another_md5(arrival.Arriving.take))
     assert stage().fetched == 1
