@@ -84,6 +84,8 @@ class Arriving:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if self.done else os.O_TRUNC)
         self._handle = os.open(self.part, flags, 0o600)
+        if self.done:
+            os.lseek(self._handle, self.done, os.SEEK_SET)
         if wanted.blake3:
             return
         if wanted.size > STRETCH:
@@ -91,6 +93,7 @@ class Arriving:
         if not self._crc32 and wanted.has_md5:
             self._md5 = hashlib.md5(usedforsecurity=False)
         if self.done and not self.is_bare:
+            os.lseek(self._handle, 0, os.SEEK_SET)
             for chunk in digest.chunks(self._handle, self.done - 1):
                 self._check(chunk)
 
@@ -105,7 +108,6 @@ class Arriving:
             self._crc32, self._md5 = crc32, None
         self._seen.update(view)
         self._check(view)
-        os.lseek(self._handle, self.done, os.SEEK_SET)
         digest.write_all(self._handle, view)
         self.done += len(view)
         faults.point("stage.part")

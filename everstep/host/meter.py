@@ -33,6 +33,7 @@ class Meter:
         self._live = self._out.isatty()
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque()
+        self._total = 0
         self._width = 0
         self._last = (0.0, "")
         self._has_told = False
@@ -43,6 +44,7 @@ class Meter:
     def __call__(self, done: int, total: int) -> None:
         now = self._clock()
         self._seen.append((now, done))
+        self._total = total
         while now - self._seen[0][0] > WINDOW_SECONDS:
             self._seen.popleft()
         if now < min(self._draw_at, self._tell_at):
@@ -62,8 +64,8 @@ class Meter:
             self._draw("")
             self._out.write("\r")
             self._out.flush()
-        if self._tell and self._has_told and whole and self._seen:
-            self._tell(100.0, words(self._seen[-1][1], self._seen[-1][1], 0.0))
+        if self._tell and self._has_told and whole:
+            self._tell(100.0, words(self._total, self._total, 0.0))
 
     def _rate(self) -> float:
         """Bytes a second, over the last seconds."""

@@ -7,6 +7,7 @@ listing. A `manifest.json` of a data set beside the data proves the others and s
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from everstep.store.s3 import Bucket
 ROUNDS = 3
 """A source that is another one after each fetch is given up after so many."""
 MANIFEST_LIMIT = 64 << 20
+LOOK_AGAIN = 0.8
+"""How much of the data must be there before the source is listed a second time."""
 
 
 class KnownObject(Record):
@@ -75,14 +78,29 @@ def stage(place: ObjectPlace, store: Bucket, shelf: Shelf, progress: Progress) -
             home = shelf.partial(source.name)
             (home / "data").mkdir(parents=True, exist_ok=True, mode=0o700)
             _borrow(source, home, listed)
-            proven = _fetch(source, home, listed, listed, progress)
-            listed = _listed(source)
+            proven, listed = _fetch_and_look(source, home, listed, progress)
             if _is_same(proven, listed):
                 return _commit(source, home, proven)
     raise ValueError(
         f"data.source: {place.uri!r} was another data set after each of {ROUNDS} copies; start again when nothing "
         "writes to the data."
     )
+
+
+def _fetch_and_look(
+    source: Source, home: Path, listed: dict[str, Wanted], progress: Progress
+) -> tuple[dict[str, Proven], dict[str, Wanted]]:
+    """Fetch all, and list the source a second time while the last of it arrives: what is listed anew is the newer truth."""
+    looks: list[Future[dict[str, Wanted]]] = []
+
+    def told(done: int, total: int) -> None:
+        if not looks and done >= LOOK_AGAIN * total:
+            looks.append(pool.submit(_listed, source))
+        progress(done, total)
+
+    with ThreadPoolExecutor(1, "everstep-look") as pool:
+        proven = _fetch(source, home, listed, listed, told)
+        return proven, looks[0].result() if looks else _listed(source)
 
 
 def _is_same(proven: dict[str, Proven], listed: dict[str, Wanted]) -> bool:

@@ -25,6 +25,7 @@ import agreement
 import boundaries
 import objects
 import recovery
+import staging
 from flow import ROOT, Lab
 from recovery import Kills
 
@@ -40,11 +41,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument(
-        "--only", choices=("boundaries", "agreement", "recovery", "objects"), help="one part; writes no results"
+        "--only",
+        choices=("boundaries", "agreement", "recovery", "staging", "objects"),
+        help="one part; writes no results",
     )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwind: all that was started is ended
-    parts = {"boundaries": _boundaries, "agreement": _agreement, "recovery": _recovery, "objects": _objects}
+    parts = {
+        "boundaries": _boundaries,
+        "agreement": _agreement,
+        "recovery": _recovery,
+        "staging": _staging,
+        "objects": _objects,
+    }
     figures: dict[str, float] = {"cpus": os.cpu_count() or 1, "load_before": os.getloadavg()[0]}
     with _lab() as lab:
         for name, measure in parts.items():
@@ -149,6 +158,11 @@ def _recovery(lab: Lab, *, quick: bool) -> dict[str, float]:
     }
 
 
+def _staging(_lab: Lab, *, quick: bool) -> dict[str, float]:
+    _say("staging from S3 against s5cmd")
+    return staging.measure(3 if quick else 7, staging.QUICK if quick else staging.SIZES)
+
+
 NOTES = {
     "promote_ms": "local commit of 10 MB to its commit on the object tier: verified, copied, sent, read back",
     "load_before": "processes that wanted a processor; above 0 others were at work",
@@ -177,6 +191,9 @@ NOTES = {
     "spare_private_mb": "memory that a spare takes for itself alone",
     "spare_start_s": "from the first step to a warm spare",
     "spare_slows_step_percent": "a step that computes on one core, while the spare starts",
+    "stage_over_s5cmd": "rate of staging from S3, digests proven, over that of s5cmd, which proves none; aim: 1 or more",
+    "stage_cpu_over_s5cmd": "processor time of the client, the same way",
+    "stage_peak_mb": "memory of the staging process at most; aim: under 300",
     "spare_slows_step_on_full_cores_percent": f"the same, with a rank on each core ({MOST_RANKS} at most)",
 }
 
@@ -185,7 +202,7 @@ def _print(figures: dict[str, float]) -> None:
     width = max(map(len, figures))
     print()
     for name, value in figures.items():
-        number = f"{value:,.3f}" if name.endswith("_s") else f"{value:,.1f}"
+        number = f"{value:,.3f}" if name.endswith(("_s", "_s5cmd")) else f"{value:,.1f}"
         print(f"{name:<{width}}  {number:>10} {_unit(name):<3} {NOTES.get(name, '')}".rstrip())
 
 

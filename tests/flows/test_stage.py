@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from rigs.proxy import Fault
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,16 @@ def test_what_the_user_must_mend_is_one_plain_sentence(make_desk, objects, s3_se
     assert len(said) == 1, said
     assert words in said[0]
     assert "Traceback" not in ended.err
+
+
+def test_a_long_staging_has_a_progress_bar_in_prefect(make_desk, objects, s3_server, s3_proxy, ask):
+    desk = make_desk("slow", data={"source": objects})
+    s3_proxy.plan(Fault("stall", "GET", path="table.npy", seconds=2.5))
+    ended = desk.run(module="flows.stage", **(s3_server.env() | {"AWS_ENDPOINT_URL": s3_proxy.endpoint}))
+    assert ended.code == 0, ended.err
+    (bar,) = ask("artifacts/filter", {"artifacts": {"key": {"any_": ["staging-slow"]}}})
+    assert (bar["type"], float(bar["data"])) == ("progress", 100.0)
+    assert bar["description"].startswith("100 % | ")
 
 
 @pytest.mark.long

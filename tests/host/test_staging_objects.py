@@ -99,6 +99,7 @@ def test_it_is_the_same_data_set_as_in_a_directory(stage, put, tmp_path, local):
 
 
 def test_what_changed_at_the_source_is_all_that_is_fetched(stage, put, s3_server, bucket, prefix):
+    """Case BC-119: one process stages twice, and has the present set each time."""
     put(SMALL)
     first = stage()
     put({"d/03": b"new", "d/99": b"more"})
@@ -344,6 +345,26 @@ def test_a_stager_killed_at_any_step_goes_on(put, s3_server, bucket, prefix, loc
     least = {"stage.listed": 5, "stage.part": 5, "stage.recorded": 5, "stage.whole": 4, "stage.renamed": 4}
     assert fetched <= least.get(point, 0)
     assert not list((local / "datasets").glob(".partial-*"))
+
+
+def test_leftovers_of_killed_stagers_do_not_grow(put, s3_server, bucket, prefix, local, tmp_path):
+    """Case BC-126: killed three times on one machine, and no start trips over what the others left."""
+    put(SMALL)
+    plan, left = tmp_path / "plan.json", []
+    env = dict(os.environ) | s3_server.env() | {"EVERSTEP_FAULTS": str(plan)}
+    command = [sys.executable, "-c", CODE, f"s3://{bucket}/{prefix}", str(local)]
+    for hit in (2, 5, 8):
+        plan.write_text(json.dumps([{"point": "stage.whole", "hit": hit}]))
+        for fired in tmp_path.glob("plan.json.*"):
+            fired.unlink()
+        killed = subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
+        assert killed.returncode == -9, killed.stderr
+        left.append({path.name for path in (local / "datasets").rglob("*") if "data" not in path.parts})
+    assert [len([name for name in names if len(name) == 16]) <= 8 for names in left] == [True] * 3
+    plan.write_text("[]")
+    assert subprocess.run(command, env=env, capture_output=True, timeout=60, check=False).returncode == 0
+    kinds = sorted(path.suffix or path.name[:7] for path in (local / "datasets").iterdir() if path.name[0] == ".")
+    assert kinds == [".lock", ".lock", ".use"]
 
 
 def test_a_large_file_is_resumed_where_its_proven_bytes_end(stage, put, s3_proxy, prefix, local, monkeypatch):
