@@ -21,6 +21,8 @@ from everstep.store.s3 import Bucket
 PART = 8 << 20
 MOST_WORKERS = 24
 MOST_FAILURES = 10
+MOST_UNANSWERED = 4
+"""After so many files that the store gave no answer for, each with all the patience there is, no other is asked for."""
 SAID = 5
 ZEROS = bytes(4096)
 LOOK_SECONDS = 0.2
@@ -193,7 +195,8 @@ class _Fetcher:
             return
         with self._lock:
             self.failures[file.wanted.path] = _named(file.wanted, error)
-            if len(self.failures) >= MOST_FAILURES:
+            unanswered = sum(isinstance(one, StoreUnavailable) for one in self.failures.values())
+            if len(self.failures) >= MOST_FAILURES or unanswered >= MOST_UNANSWERED:
                 self._stop.set()
 
     def _again(self, wanted: Wanted) -> None:
@@ -207,6 +210,7 @@ class _Fetcher:
             fresh.wanted = Wanted(wanted.path, wanted.key, found.size, found.etag, wanted.blake3)
         except (EverstepError, ValueError) as error:
             self._fail(fresh, error)
+            return
         for at in range(0, max(fresh.wanted.size, 1), PART):
             self._part(fresh, at)
 
