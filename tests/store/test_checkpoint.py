@@ -250,9 +250,11 @@ def test_verify_checkpoint_takes_a_path_or_a_file_uri_and_finds_the_run_above(tm
     assert "run" in checkpoint.verify_checkpoint(other / "checkpoints" / NAME).why
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/x", "file://host/x"])
-def test_verify_checkpoint_refuses_what_is_no_folder_here(uri):
-    with pytest.raises(ValueError, match="give a path"):
+@pytest.mark.parametrize(
+    ("uri", "remedy"), [("s3://bucket/x", "names no checkpoint"), ("file://host/x", "give a path")]
+)
+def test_verify_checkpoint_refuses_what_is_no_place_of_a_checkpoint(uri, remedy):
+    with pytest.raises(ValueError, match=remedy):
         checkpoint.verify_checkpoint(uri)
 
 

@@ -116,4 +116,6 @@ def test_load_checkpoint(saved, tmp_path):
     with pytest.raises(Damaged, match=r"rank-0\.safetensors"):
         load_checkpoint(str(moved))
     with pytest.raises(ValueError, match="neither a folder"):
+        load_checkpoint("gs://bucket/step")
+    with pytest.raises(ValueError, match="names no checkpoint"):
         load_checkpoint("s3://bucket/step")
