@@ -125,6 +125,10 @@ def test_a_deployed_job_is_cancelled_in_mid_segment_retried_and_goes_on(make_des
     desk = make_desk("deployed", steps=60, segment_steps=60, config={"pause": 0.15}, tiers="prod", tracking="prod")
     save_blocks(client, desk)
     job = json.loads(subprocess.check_output([sys.executable, "-m", "everstep.host.jobs", str(desk.write())], cwd=ROOT))
+    prefect("deployment", "run", "stage/stage", "--params", json.dumps({"job": job}))
+    staging = client.read_flow_runs(sort="EXPECTED_START_TIME_DESC", limit=1)[0]
+    assert await_state(client, staging.id, {"Completed", "Crashed", "Failed"}, 120) == "Completed"
+    assert list((desk.folder / "nvme" / "datasets").glob("*/data/table.npy"))
     started = prefect("deployment", "run", "train/train", "--params", json.dumps({"job": job}))
     run = client.read_flow_runs(sort="EXPECTED_START_TIME_DESC", limit=1)[0]
     assert str(run.id) in started

@@ -180,7 +180,7 @@ def test_a_promotion_that_was_asked_while_mlflow_was_away_happens_when_it_is_bac
     """BC-102, on a real server: training and its end wait for nobody, and nothing is lost."""
     proxy = mlflow_server.Proxy(mlflow_process)
     try:
-        desk = make_desk(release=True, checkpoint=BEST, tracking={"uri": proxy.uri}, limits={"drain": 20})
+        desk = make_desk(release=True, checkpoint=BEST, tracking={"uri": proxy.uri}, limits={"drain": 40})
         short = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
         proxy.mode = "500"
         away = desk.run(**short)
