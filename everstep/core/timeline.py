@@ -67,7 +67,9 @@ class Account:
     def ettr(self) -> float:
         """Effective training time ratio: productive / (wall - queued)."""
         paid = self.wall - self.buckets[Bucket.queued]
-        return self.buckets[Bucket.productive] / paid if paid > 0 else 0.0
+        return (
+            min(1.0, self.buckets[Bucket.productive] / paid) if paid > 0 else 0.0
+        )  # sums of floats may differ a little
 
 
 def stretches(cuts: Iterable[Cut], end: float, resumed: Mapping[int, int]) -> list[Stretch]:

@@ -249,6 +249,8 @@ class _Handler(BaseHTTPRequestHandler):
                 continue
             self.send_header(name, f'"{"0" * 32}"' if do == "changed" and name.lower() == "etag" else value)
         self.send_header("Content-Length", str(said))
+        if do == "short":  # honest about that, too: else the next request might meet the closing connection
+            self.send_header("Connection", "close")
         self.end_headers()
         done = 0
         for data in body:
