@@ -16,14 +16,14 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # the warden imports this module, and is to start in no time
     from everstep.core.checkpoint import RunRecord
 
 MARK = "EVERSTEP_ATTEMPT"
 PIPE_LIMIT = 1 << 20
-CERTAIN_LOOKS = 3  # empty looks in a row that end a sweep: one look can miss a process that is just forking
+CERTAIN_LOOKS = 5  # empty looks in a row that end a sweep: one look can miss a process that is just forking
 
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
 _USUAL = re.compile(
@@ -170,13 +170,7 @@ def marks(prefix: str) -> list[tuple[int, str]]:
 
     Zombies, processes that vanish meanwhile and those of other users are skipped: none of them shows an environment.
     """
-    found = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            mark = _mark(entry.path)
-            if _below(mark, prefix):
-                found.append((int(entry.name), mark))
-    return found
+    return [(one.pid, one.mark) for one in _look(prefix)]
 
 
 def sweep(prefix: str, grace: float, *, spare: str | None = None, certain_within: float = 5.0) -> list[int]:
@@ -194,22 +188,24 @@ def sweep(prefix: str, grace: float, *, spare: str | None = None, certain_within
     empty = 0
     try:
         while empty < CERTAIN_LOOKS:
-            found = marks(prefix)
-            fresh = _hold([pid for pid, mark in found if not _below(mark, spare)], prefix, hunted)
+            found = _look(prefix)
+            left = [one for one in found if not _below(one.mark, spare)]
+            spared = {one.group for one in found if _below(one.mark, spare)} | {os.getpgrp()}
+            fresh = _hold([one.pid for one in left], prefix, hunted)
             alive = [pid for pid, handle in hunted.items() if not _ended(handle, 0.0)]
-            empty = 0 if alive else empty + 1
+            empty = 0 if left or alive else empty + 1
             now = time.monotonic()
-            if not alive or now >= polite_until + certain_within:
-                if alive:
-                    break
+            if empty:
+                time.sleep(0.002)
                 continue
+            if now >= polite_until + certain_within:
+                break
             if now < polite_until:
                 for pid in fresh:
                     _signal(hunted[pid], signal.SIGTERM)
                 wait = min(polite_until - now, 0.25)
             else:
-                spared = _groups(pid for pid, mark in found if _below(mark, spare))
-                for group in _groups(alive) - spared - {os.getpgrp()}:
+                for group in {one.group for one in left if one.group} - spared:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(group, signal.SIGKILL)
                 for pid in alive:
@@ -223,6 +219,27 @@ def sweep(prefix: str, grace: float, *, spare: str | None = None, certain_within
         for handle in hunted.values():
             os.close(handle)
     return sorted(killed)
+
+
+class _Seen(NamedTuple):
+    """A marked process; `group` is its process group, 0 if it was gone before that was read."""
+
+    pid: int
+    mark: str
+    group: int
+
+
+def _look(prefix: str) -> list[_Seen]:
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            mark = _mark(entry.path)
+            if _below(mark, prefix):
+                group = 0
+                with contextlib.suppress(OSError):  # at once: it may live for milliseconds only
+                    group = os.getpgid(int(entry.name))
+                found.append(_Seen(int(entry.name), mark, group))
+    return found
 
 
 def _below(mark: str, prefix: str | None) -> bool:
@@ -260,15 +277,6 @@ def _hold(pids: Iterable[int], prefix: str, held: dict[int, int]) -> list[int]:
         held[pid] = handle
         fresh.append(pid)
     return fresh
-
-
-def _groups(pids: Iterable[int]) -> set[int]:
-    """The process groups of those that still are."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            found.add(os.getpgid(pid))
-    return found
 
 
 def _signal(handle: int, number: int) -> None:

@@ -26,7 +26,7 @@ def test_a_completed_run_has_its_page_and_its_record(completed):
     assert report.loss.rows == 60
     assert report.places["MLflow run"] == ended.final["mlflow_run"]
     assert report.job["steps"] == 60
-    assert 8 <= report.checkpoint_counts["saved"] <= 12
+    assert 2 <= report.checkpoint_counts["saved"] <= 12
     assert report.environment["torch"]
 
 
