@@ -133,13 +133,13 @@ def again(life: "Life") -> dict[str, Any]:
     life.tracker.replay(life.run.job.limits.drain)
     if _behind(life.run.places):
         _drain_object(life, life.run.job.limits.drain)
-    final = life.run.final
+    final, past = life.run.final, history.read(life.run.places)
     if life.tracker.promotion is not None:  # it had to wait for MLflow when the run ended
         final = final | {"promotion": life.tracker.promotion.model_dump(mode="json")}
         atomic.write(life.run.places.final, (json.dumps(final) + "\n").encode())
-        reporting.attempt(life.reporter, history.read(life.run.places), final, life.journal.record, life.publish)
+        reporting.attempt(life.reporter, past, final, life.journal.record, life.publish)
     outcome.deliver(final)
-    _take_leave(life, final, history.read(life.run.places))
+    _take_leave(life, final, past)
     return final
 
 

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import TextIO
 
 from everstep.core.words import duration
-from everstep.host.progress import QUIET_SECONDS, columns
+from everstep.host.live_line import QUIET_SECONDS, LiveLine
 
 PATIENCE_SECONDS = 1.0
 """What is over sooner needs no progress."""
 WINDOW_SECONDS = 15.0
-LIVE_SECONDS = 0.2
 TELL_SECONDS = 2.0
 
 
@@ -30,15 +29,14 @@ class Meter:
     ) -> None:
         self._tell = tell
         self._out = out or sys.stderr
-        self._live = self._out.isatty()
+        self._line = LiveLine(self._out)
         self._clock = clock
         self._seen: deque[tuple[float, int]] = deque()
         self._total = 0
-        self._width = 0
         self._last = (0.0, "")
         self._has_told = False
         self._draw_at = self._tell_at = clock() + PATIENCE_SECONDS
-        if not self._live:
+        if not self._line.is_live:
             self._draw_at = clock() + QUIET_SECONDS
 
     def __call__(self, done: int, total: int) -> None:
@@ -51,8 +49,8 @@ class Meter:
             return
         self._last = (100.0 * done / total if total else 100.0, words(done, total, self._rate()))
         if now >= self._draw_at:
-            self._draw_at = now + (LIVE_SECONDS if self._live else QUIET_SECONDS)
-            self._draw(f"data: {self._last[1]}")
+            self._draw_at = now + self._line.seconds
+            self._line.draw(f"data: {self._last[1]}")
         if self._tell and now >= self._tell_at:
             self._tell_at = now + TELL_SECONDS
             self._has_told = True
@@ -60,10 +58,8 @@ class Meter:
 
     def close(self, *, whole: bool) -> None:
         """Leave a clean line behind, and say the end where the middle was said."""
-        if self._live and self._width:
-            self._draw("")
-            self._out.write("\r")
-            self._out.flush()
+        self._line.wipe()
+        self._out.flush()
         if self._tell and self._has_told and whole:
             self._tell(100.0, words(self._total, self._total, 0.0))
 
@@ -71,15 +67,6 @@ class Meter:
         """Bytes a second, over the last seconds."""
         (begin, first), (now, last) = self._seen[0], self._seen[-1]
         return (last - first) / (now - begin) if now > begin else 0.0
-
-    def _draw(self, text: str) -> None:
-        if self._live:
-            text = text[: columns(self._out)]
-            self._out.write("\r" + text.ljust(self._width))
-            self._width = len(text)
-        else:
-            self._out.write(text + "\n")
-        self._out.flush()
 
 
 def words(done: int, total: int, rate: float) -> str:

@@ -1,6 +1,5 @@
 """The console's one live line, and the plain lines around it. Goes to stderr, so that stdout ends with the JSON line."""
 
-import os
 import sys
 import threading
 import time
@@ -9,9 +8,7 @@ from typing import TextIO
 
 from everstep.core.segment import Heartbeat, Lease, Phase
 from everstep.core.words import duration
-
-QUIET_SECONDS = 10.0
-"""Without a terminal a line is printed at most so often."""
+from everstep.host.live_line import LiveLine
 
 PHASES = {
     Phase.start: "starting",
@@ -44,31 +41,24 @@ class Progress:
         self._steps = steps
         self._durable_step = durable_step
         self._out = out or sys.stderr
-        self._live = self._out.isatty()
-        self._width = 0
+        self._line = LiveLine(self._out)
         self._next = 0.0
         self._drawing = threading.Lock()
 
     def show(self, beat: Heartbeat | None, _lease: Lease) -> None:
         """Draw the line anew, if it is time to."""
         now = time.monotonic()
-        if now < self._next or (beat is None and not self._live):
+        if now < self._next or (beat is None and not self._line.is_live):
             return
-        self._next = now + (0.2 if self._live else QUIET_SECONDS)
+        self._next = now + self._line.seconds
         text = line(beat, self._steps, self._durable_step()) if beat else "starting the ranks"
         with self._drawing:
-            if self._live:
-                text = text[: columns(self._out)]
-                self._out.write("\r" + text.ljust(self._width))
-                self._width = len(text)
-            else:
-                self._out.write(text + "\n")
-            self._out.flush()
+            self._line.draw(text)
 
     def say(self, text: str) -> None:
         """Print a line of its own."""
         with self._drawing:
-            self._wipe()
+            self._line.wipe()
             self._out.write(text + "\n")
             self._out.flush()
 
@@ -80,13 +70,8 @@ class Progress:
     def close(self) -> None:
         """Leave a clean line behind."""
         with self._drawing:
-            self._wipe()
+            self._line.wipe()
             self._out.flush()
-
-    def _wipe(self) -> None:
-        if self._live and self._width:
-            self._out.write("\r" + " " * self._width + "\r")
-            self._width = 0
 
 
 def line(beat: Heartbeat, steps: int, durable_step: int) -> str:
@@ -102,11 +87,3 @@ def line(beat: Heartbeat, steps: int, durable_step: int) -> str:
         parts.append(f"{duration((steps - beat.step) * beat.step_seconds)} left")
     parts.append(f"durable: step {durable_step}" if durable_step else "durable: none yet")
     return " | ".join(parts)
-
-
-def columns(out: TextIO) -> int:
-    """How many characters fit on the terminal's line without wrapping."""
-    try:
-        return max(20, os.get_terminal_size(out.fileno()).columns - 1)
-    except (OSError, ValueError):
-        return 79

@@ -14,6 +14,7 @@ from plans import Shape
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
+from rigs.flow_runs import await_state
 
 POOL = "everstep-drill"
 
@@ -75,16 +76,6 @@ def deploy(client, drill: Drill) -> UUID:
         parameters={"job": drill.absolute_job()},
         job_variables={"stream_output": False, "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}},
     )
-
-
-def await_state(client, flow_run, names: set[str], seconds: float = 120) -> str:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        state = client.read_flow_run(flow_run).state
-        if state and state.name in names:
-            return state.name
-        time.sleep(0.2)
-    raise AssertionError(f"flow run is {client.read_flow_run(flow_run).state!r}, not one of {names}")
 
 
 def test_a_cancelled_flow_run_saves_leaves_nothing_and_goes_on_later(make_drill, untouched, worker, client):

@@ -12,6 +12,7 @@ import yaml
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
+from rigs.flow_runs import await_state
 
 from blocks.tiers import StorageTiers
 from blocks.tracking import Tracking
@@ -92,16 +93,6 @@ def worker(prefect, deployed, tmp_path):
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def await_state(client, flow_run, names: set[str], seconds: float = 120) -> str:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        state = client.read_flow_run(flow_run).state
-        if state and state.name in names:
-            return state.name
-        time.sleep(0.2)
-    raise AssertionError(f"flow run is {client.read_flow_run(flow_run).state!r}, not one of {names}")
 
 
 def await_step(desk, step: int, seconds: float = 120) -> None:
