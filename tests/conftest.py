@@ -1,6 +1,7 @@
 """What tests of several rooms share."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,3 +35,12 @@ def s3_proxy(s3_server) -> Iterator[proxy.FaultProxy]:
     made = proxy.FaultProxy(s3_server.endpoint)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def mlflow_template(tmp_path_factory) -> Path:
+    """A migrated MLflow database to copy: making one takes seconds."""
+    path = tmp_path_factory.mktemp("mlflow") / "template.db"
+    code = f"from everstep.host.mlflow_run import connect; connect('sqlite:///{path}').search_experiments()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    return path

@@ -1,6 +1,5 @@
 """What drills share: one Prefect server for many flow runs, TINY jobs in their own folders, and untouched references."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,12 +63,3 @@ def untouched(tmp_path_factory, prefect_api, mlflow_template):
         return made[shape]
 
     return reference
-
-
-@pytest.fixture(scope="session")
-def mlflow_template(tmp_path_factory) -> Path:
-    """A migrated MLflow database to copy: making one takes seconds."""
-    path = tmp_path_factory.mktemp("mlflow") / "template.db"
-    code = f"from everstep.host.mlflow_run import connect; connect('sqlite:///{path}').search_experiments()"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
-    return path

@@ -178,15 +178,6 @@ def prefect_api(tmp_path_factory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def mlflow_template(tmp_path_factory) -> Path:
-    """A migrated MLflow database to copy: making one takes seconds."""
-    path = tmp_path_factory.mktemp("mlflow") / "template.db"
-    code = f"from everstep.host.mlflow_run import connect; connect('sqlite:///{path}').search_experiments()"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
-    return path
-
-
-@pytest.fixture(scope="session")
 def table(tmp_path_factory) -> Path:
     """A folder with `table.npy`, 64 rows of 9 floats."""
     folder = tmp_path_factory.mktemp("table")
