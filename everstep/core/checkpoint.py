@@ -152,6 +152,31 @@ class Mark(Versioned):
     manifest_digest: str = ""
 
 
+class SaveCost(Versioned):
+    """What one save cost rank 0; a row of `saves.jsonl` in the run directory. Times in seconds.
+
+    The training thread stood still for `copy` (into the snapshot's buffer), for `wait` (both buffers were still being
+    written) and for `fence` (an overlapped copy was not complete when the optimizer was to step). `write` is what the
+    writer took from then to the commit, beside the training. `held` are the bytes of all snapshot buffers.
+    """
+
+    attempt: int
+    step: int
+    time: float
+    bytes: int = Field(ge=0)
+    copy_seconds: float = Field(ge=0)
+    wait_seconds: float = Field(ge=0)
+    fence_seconds: float = Field(ge=0)
+    write_seconds: float = Field(ge=0)
+    overlapped: bool = False
+    held: int = 0
+
+    @property
+    def stall_seconds(self) -> float:
+        """All that the training thread stood still for."""
+        return self.copy_seconds + self.wait_seconds + self.fence_seconds
+
+
 class AttemptClaim(Versioned):
     """`attempts/<n>.json` on the persistent tier, made by exclusive create: the fencing token of a run."""
 

@@ -31,12 +31,14 @@ class Lease(Versioned):
 
     `ends` maps the number of each leased segment to the step at which it ends, in order; the last one is `until_step`.
     `stop` asks for a save after this step and an orderly end. `saves` counts requests for a save.
+    `save_every_seconds` replaces the attempt's own rhythm of saves by time, once it is given.
     """
 
     attempt: int
     ends: dict[int, int] = {}
     stop: bool = False
     saves: int = 0
+    save_every_seconds: float | None = None
 
     @property
     def until_step(self) -> int:

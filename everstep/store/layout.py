@@ -85,6 +85,10 @@ class RunPlaces:
         return self.persistent / "metrics.jsonl"
 
     @property
+    def saves(self) -> Path:
+        return self.persistent / "saves.jsonl"
+
+    @property
     def phases(self) -> Path:
         return self.persistent / "phases.jsonl"
 

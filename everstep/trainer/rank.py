@@ -64,12 +64,11 @@ class Rank:
             until_step=min(lease.until_step, self.spec.steps),
             end=end,
             segment=lease.segment_ending_at(end) if end else 0,
-            saves=lease.saves + self._clock(),
+            saves=lease.saves + self._clock(lease.save_every_seconds or self.spec.save_every_seconds),
         )
 
-    def _clock(self) -> int:
-        """How many saves by time have fallen due."""
-        every = self.spec.save_every_seconds
+    def _clock(self, every: float | None) -> int:
+        """How many saves by time have fallen due, one `every` so many seconds."""
         if every is not None and time.monotonic() - self.vitals.last_snapshot >= every:
             self._timed += 1
             self.vitals.last_snapshot = time.monotonic()
