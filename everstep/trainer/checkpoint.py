@@ -61,7 +61,7 @@ def write_part(
         "environment": dict(environment),
     }
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    groups = shards.split(encoded.tensors)
+    groups = shards.split({name: one.contiguous() for name, one in encoded.tensors.items()})
     names = [f"rank-{rank}.safetensors"] if len(groups) == 1 else _numbered(rank, len(groups))
     half = _Half((len(text) + sum(one.nbytes for one in encoded.tensors.values())) // 2, seen)
     entries = [

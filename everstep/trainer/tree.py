@@ -27,7 +27,7 @@ from everstep.trainer.program import ProgramError
 
 @dataclass
 class Encoded:
-    """A tree, its tensors by name (contiguous, on the CPU), and names that stand for another one's bytes."""
+    """A tree, its tensors by name (as they live: on any device, with any strides), and names for another one's bytes."""
 
     tree: Any = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -35,7 +35,11 @@ class Encoded:
 
 
 def encode(value: Any) -> Encoded:
-    """The tree of `value`. Tensors are named by their path in it, joined with slashes. Raises ProgramError."""
+    """The tree of `value`. Tensors are named by their path in it, joined with slashes. Raises ProgramError.
+
+    Scalars, containers and arrays are copied into the tree; tensors are not: whoever wants to keep their values copies
+    them. Tensors over the same bytes are tied.
+    """
     encoder = _Encoder()
     encoder.found.tree = encoder.node(value, "")
     return encoder.found
@@ -58,7 +62,7 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 class _Encoder:
     def __init__(self) -> None:
         self.found = Encoded()
-        self._names: dict[int, str] = {}
+        self._names: dict[Any, str] = {}
 
     def node(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -115,13 +119,13 @@ class _Encoder:
     def tensor(self, value: Tensor, path: str) -> Any:
         if value.layout is not torch.strided or value.is_quantized:
             raise ProgramError(f"state: {path} is a sparse or quantized tensor, which a checkpoint cannot hold.")
-        identity, value = id(value), value.detach()
+        value = value.detach()
         node: dict[str, Any] = {"$tensor": self._free_name(path)}
         if not value.is_contiguous() and _is_dense(value):
             node["stride"] = list(value.stride())
         if value.is_complex():
             node["complex"] = True
-        self._store(node["$tensor"], value, identity)
+        self._store(node["$tensor"], value, _place(value))
         return node
 
     def array(self, value: "np.ndarray[Any, Any]", path: str) -> Any:
@@ -134,15 +138,15 @@ class _Encoder:
         self._store(name, tensor.view(value.shape), None)
         return {"$array": name}
 
-    def _store(self, name: str, value: Tensor, identity: int | None) -> None:
-        """Tensors that are the same object were the same storage before they were copied: they are stored once."""
-        first = self._names.setdefault(identity, name) if identity is not None and value.numel() else name
+    def _store(self, name: str, value: Tensor, place: Any) -> None:
+        """Tensors over the same bytes are stored once."""
+        first = self._names.setdefault(place, name) if place is not None and value.numel() else name
         if first != name:
             self.found.aliases[name] = first
             return
         value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.resolve_neg()
         stored.word(value.dtype)
-        self.found.tensors[name] = value.contiguous()
+        self.found.tensors[name] = value
 
     def _free_name(self, path: str) -> str:
         name, count = path, 1
@@ -219,6 +223,13 @@ def _is_dense(value: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _place(value: Tensor) -> Any:
+    """What two tensors have in common that are the same bytes seen in the same way."""
+    storage = value.untyped_storage()
+    seen = value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()
+    return storage.data_ptr(), value.device, *seen
 
 
 def _join(path: str, key: str) -> str:
