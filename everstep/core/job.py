@@ -64,19 +64,44 @@ class Best(Record):
     mode: Literal["min", "max"] = "min"
 
 
+class Budget(Record):
+    """Space for a run's checkpoints on each tier, in GB of 10^9 bytes; no limit where nothing is given."""
+
+    local: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    persistent: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    object: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
 class CheckpointPolicy(Record):
     """How often to save, and what to keep on each tier."""
 
+    every: Literal["auto"] | None = Field(
+        None, description="auto: as often as costs least, by what saves and failures cost. This holds if none is given."
+    )
     every_steps: Steps | None = Field(None, description="Save after each so many optimizer steps.")
     every_minutes: Seconds | None = Field(None, description="Save after so many minutes of training.")
     keep: int = Field(3, ge=1, description="Newest verified checkpoints kept on each tier.")
+    keep_every_steps: Steps | None = Field(
+        None, description="Also keep the first checkpoint at or after each multiple of so many optimizer steps."
+    )
     best: Best | None = Field(None, description="Which checkpoint counts as best; the newest if not given.")
+    budget_gb: Budget = Field(
+        Budget(),
+        title="Budget",
+        description="Space for checkpoints on each tier; what is protected stays all the same.",
+    )
 
     @model_validator(mode="after")
     def _one_rhythm(self) -> Self:
-        if self.every_steps and self.every_minutes:
-            raise ValueError("has both every_steps and every_minutes; give one of them")
+        given = [name for name in ("every", "every_steps", "every_minutes") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"has both {given[0]} and {given[1]}; give one of them")
         return self
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the rhythm of saves follows from what they cost."""
+        return not (self.every_steps or self.every_minutes)
 
 
 class Tiers(Record):

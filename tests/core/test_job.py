@@ -39,6 +39,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "checkpoint: has both every_steps and every_minutes; give one of them.",
     ),
     (
+        {"checkpoint": {"every": "auto", "every_minutes": 2}},
+        "checkpoint: has both every and every_minutes; give one of them.",
+    ),
+    ({"checkpoint": {"every": 5}}, "checkpoint.every: 5: must be 'auto'."),
+    ({"checkpoint": {"keep_every_steps": 0}}, "checkpoint.keep_every_steps: 0: must be greater than 0."),
+    ({"checkpoint": {"budget_gb": {"local": 0}}}, "checkpoint.budget_gb.local: 0: must be greater than 0."),
+    (
+        {"checkpoint": {"budget_gb": {"lokal": 1}}},
+        "checkpoint.budget_gb.lokal is not a field of a job; did you mean local?",
+    ),
+    (
         {"checkpoint": {"best": {"metric": "a", "mode": "low"}}},
         "checkpoint.best.mode: 'low': must be 'min' or 'max'.",
     ),
@@ -192,3 +203,11 @@ def test_order_of_configuration_and_folder_of_a_program_file_do_not_count() -> N
     one = job(program="/here/q.py:build", config={"a": 1, "b": 2})
     two = job(program="there/q.py:build", config={"b": 2, "a": 1})
     assert one.fingerprint(DIGEST) == two.fingerprint(DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("policy", "auto"),
+    [({}, True), ({"every": "auto"}, True), ({"every_steps": 5}, False), ({"every_minutes": 5}, False)],
+)
+def test_without_a_rhythm_of_its_own_a_job_saves_as_often_as_costs_least(policy, auto):
+    assert job(checkpoint=policy).checkpoint.is_auto is auto
