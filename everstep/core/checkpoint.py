@@ -17,11 +17,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, JsonValue, field_validator
 
 from everstep.core.dataset import FileEntry
+from everstep.core.errors import Damaged
 from everstep.core.record import Record, Versioned
 
 NAME = re.compile(r"^step-(\d{8})\.a(\d+)$")
@@ -59,7 +60,8 @@ class Key:
 class Manifest(Versioned):
     """What a checkpoint consists of. Written last; its presence is the commit.
 
-    `to_json` seals it: a digest of all its fields, so that a flipped bit in the manifest itself is found too.
+    `to_json` seals it with a digest of all that it says, so that `parse` finds a flipped bit in the manifest itself.
+    The seal is over the fields as they stand in the file: one that a later Everstep adds breaks no older manifest.
     """
 
     job: str
@@ -82,7 +84,21 @@ class Manifest(Versioned):
         paths = [entry.path for entry in files]
         if len(set(paths)) != len(paths) or MANIFEST in paths:
             raise ValueError("files name one path twice, or the manifest itself")
+        if any("/" in path for path in paths):
+            raise ValueError("files name a path in a folder below")
         return files
+
+    @classmethod
+    def parse(cls, text: str | bytes, where: str, path: str) -> Self:
+        """As for every versioned record; Damaged also where it does not match its seal, or says something twice."""
+        manifest = super().parse(text, where, path)
+        try:
+            fields = json.loads(text, object_pairs_hook=each_once)
+        except ValueError as error:
+            raise Damaged(where, path, f"is not a readable {cls.__name__} ({error})") from None
+        if manifest.seal != _seal(fields):
+            raise Damaged(where, path, "was altered: it does not match its own seal")
+        return manifest
 
     @property
     def key(self) -> Key:
@@ -92,19 +108,24 @@ class Manifest(Versioned):
     def bytes(self) -> int:
         return sum(entry.size for entry in self.files)
 
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the seal is that of these fields."""
-        return self.seal == self.digest_of_fields()
-
     def to_json(self) -> str:
         plain = type(self).model_validate_json(self.model_dump_json())
-        return plain.model_copy(update={"seal": plain.digest_of_fields()}).model_dump_json(indent=1) + "\n"
+        seal = _seal(json.loads(plain.model_dump_json()))
+        return plain.model_copy(update={"seal": seal}).model_dump_json(indent=1) + "\n"
 
-    def digest_of_fields(self) -> str:
-        """SHA-256 over every field but the seal, in a canonical form."""
-        fields = self.model_dump(mode="json", exclude={"seal"})
-        return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON (`object_pairs_hook`). ValueError where a name stands twice: readers differ in which counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _seal(fields: Mapping[str, Any]) -> str:
+    """SHA-256 over every field but the seal, in a canonical form."""
+    sealed = {name: value for name, value in fields.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(sealed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class TensorShape(Record):

@@ -131,8 +131,8 @@ def verify(
 
 def _parse_manifest(folder: Path, data: bytes) -> Manifest:
     manifest = Manifest.parse(data, folder.name, MANIFEST)
-    if not manifest.is_sealed or not data.endswith(b"}\n"):
-        raise Damaged(folder.name, MANIFEST, "was altered: it does not match its own seal")
+    if not data.endswith(b"}\n"):
+        raise Damaged(folder.name, MANIFEST, "was altered: its end is cut off")
     return manifest
 
 

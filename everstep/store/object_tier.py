@@ -321,8 +321,8 @@ class ObjectTier:
 def parse(key: Key, data: bytes) -> Manifest:
     """A manifest as it came from the store. Raises Damaged if it is not that of `key`, whole and unaltered."""
     manifest = Manifest.parse(data, key.folder, MANIFEST)
-    if not manifest.is_sealed or manifest.key != key:
-        raise Damaged(key.folder, MANIFEST, "was altered: it does not match its own seal, or is another one's")
+    if manifest.key != key:
+        raise Damaged(key.folder, MANIFEST, f"is that of {manifest.key.folder}, not of this folder")
     return manifest
 
 
