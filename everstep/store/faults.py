@@ -4,6 +4,8 @@
 that a process of this rank passes the point, `do` happens: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `term` (SIGTERM
 to itself), `sleep:<seconds>`, or `errno:<number>` (raises OSError). `rank` may be left out. Each entry fires once over all
 restarts: whoever fires it first creates `<plan>.<index>.fired`.
+
+A process that stands for another (a rank's writer) has that one hurt by signals, except at points of its own name.
 """
 
 import json
@@ -16,12 +18,19 @@ from pathlib import Path
 _PLAN = os.environ.get("EVERSTEP_FAULTS")
 _hits: Counter[str] = Counter()
 _rank: int | None = None
+_stands_for: int | None = None
+OWN = "writer."
 
 
-def identify(rank: int) -> None:
-    """Say which rank this process is, for plans that aim at one."""
-    global _rank  # noqa: PLW0603 - one identity for the process
-    _rank = rank
+def identify(rank: int, *, stands_for: int | None = None) -> None:
+    """Say which rank this process is, for plans that aim at one, and for which process's pid it stands."""
+    global _rank, _stands_for  # noqa: PLW0603 - one identity for the process
+    _rank, _stands_for = rank, stands_for
+
+
+def plan() -> str | None:
+    """The plan's file, for a child that is to follow it too."""
+    return _PLAN
 
 
 def point(name: str) -> None:
@@ -36,13 +45,15 @@ def point(name: str) -> None:
             Path(f"{_PLAN}.{index}.fired").touch(exist_ok=False)
         except FileExistsError:
             continue
-        _hurt(entry.get("do", "kill"))
+        _hurt(entry.get("do", "kill"), os.getpid() if name.startswith(OWN) or not _stands_for else _stands_for)
 
 
-def _hurt(what: str) -> None:
+def _hurt(what: str, pid: int) -> None:
     verb, _, argument = what.partition(":")
     if verb in ("kill", "stop", "term"):
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[verb])
+        os.kill(pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[verb])
+        if verb == "kill" and pid != os.getpid():
+            time.sleep(60)  # it takes this process with it: nothing more may happen here
     elif verb == "sleep":
         time.sleep(float(argument))
     elif verb == "errno":

@@ -27,6 +27,10 @@ def main() -> int:
     _on_stop(_leave)
     if _early:
         _leave(_early, None)
+    from everstep.trainer.scribe import Scribe
+
+    scribe = Scribe()
+    scribe.start()
     from everstep.trainer import warm
 
     warm.up()
@@ -40,7 +44,7 @@ def main() -> int:
     from everstep.trainer import rank
 
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-    return rank.live(spec, _early)
+    return rank.live(spec, _early, scribe)
 
 
 def _read_line() -> bytes:

@@ -105,6 +105,7 @@ def _wait(t: Training) -> Word:
     word = _hear(t)
     if word.stop or word.until_step > t.step:
         return word
+    t.saver.fence()
     t.vitals.enter(Phase.wait)
     while not word.stop and word.until_step <= t.step:
         t.saver.check()
@@ -162,6 +163,7 @@ def _backward(t: Training, share: Step) -> Any:
 
 def _update(t: Training) -> None:
     program = t.program
+    t.saver.fence()
     if program.scaler is not None:
         if program.clip_norm is not None:
             program.scaler.unscale_(program.optimizer)
@@ -189,10 +191,11 @@ def _close(t: Training, word: Word) -> None:
     if t.finished:
         segment = segment or word.segment
     must = bool(segment or last or t.finished or word.stop)
-    due = must or word.saves > t.saves or bool(spec.save_every_steps and t.step % spec.save_every_steps == 0)
+    counted = bool(spec.save_every_steps and t.step % spec.save_every_steps == 0)
+    due = must or counted or word.saves > t.saves
     t.saves = max(t.saves, word.saves)
     if due:
-        _save(t, must=must, segment=segment)
+        _save(t, must=must, patient=must or counted, segment=segment)
 
 
 def _evaluation_is_due(t: Training, segment: int) -> bool:
@@ -225,7 +228,7 @@ def _report(t: Training) -> None:
     t.side.row(row | {"eval": t.metrics} if t.metrics else row)
 
 
-def _save(t: Training, *, must: bool, segment: int = 0) -> None:
+def _save(t: Training, *, must: bool, patient: bool = True, segment: int = 0) -> None:
     """Take a snapshot and hand it to the writer. At a segment's end the loss on the fixed batch goes with it."""
     probe: dict[str, Any] = {"loss": None, "dtype": "", "samples": 0}
     shown = ""
@@ -235,22 +238,22 @@ def _save(t: Training, *, must: bool, segment: int = 0) -> None:
         probe = t.probe.take()
     t.vitals.enter(Phase.save)
     t.vitals.last_snapshot = time.monotonic()
-    state = snapshot.copied(snapshot.living(t.program, t.ranks.rank))
-    t.saver.submit(
+    t.saver.take(
+        snapshot.living(t.program, t.ranks.rank),
         Snapshot(
             step=t.step,
             samples=t.samples,
             epoch=t.samples // t.per_epoch if t.per_epoch else t.epoch,
-            state=state,
             probe=probe,
             time=time.time(),
             metrics=t.metrics,
             loss=t.loss,
             finished=t.finished,
             must=must,
+            patient=patient,
             segment=segment,
             shown=shown,
-        )
+        ),
     )
     t.saved_step = t.step
     t.vitals.enter(Phase.train)

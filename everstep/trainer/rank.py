@@ -30,6 +30,7 @@ from everstep.trainer.pulse import Pulse
 from everstep.trainer.ranks import Ranks
 from everstep.trainer.restore import Start
 from everstep.trainer.saver import Saver, Target
+from everstep.trainer.scribe import Scribe
 from everstep.trainer.side import Side
 from everstep.trainer.vitals import Vitals
 
@@ -41,8 +42,9 @@ USER, FAILED = 2, 1
 class Rank:
     """One rank's threads and places, while it lives."""
 
-    def __init__(self, spec: AttemptSpec, early_signal: int) -> None:
+    def __init__(self, spec: AttemptSpec, early_signal: int, scribe: Scribe | None) -> None:
         self.spec = spec
+        self.scribe = scribe
         self.places = RunPlaces(persistent=Path(spec.run_dir), local=Path(spec.local_dir))
         self.vitals = Vitals(spec, os.getpid())
         self.pulse = Pulse(self.vitals, self.places, early_signal)
@@ -69,16 +71,17 @@ class Rank:
 
     def _clock(self, every: float | None) -> int:
         """How many saves by time have fallen due, one `every` so many seconds."""
-        if every is not None and time.monotonic() - self.vitals.last_snapshot >= every:
+        has_room = self.saver is None or self.saver.has_room
+        if every is not None and has_room and time.monotonic() - self.vitals.last_snapshot >= every:
             self._timed += 1
             self.vitals.last_snapshot = time.monotonic()
         return self._timed
 
 
-def live(spec: AttemptSpec, early_signal: int = 0) -> NoReturn:
+def live(spec: AttemptSpec, early_signal: int = 0, scribe: Scribe | None = None) -> NoReturn:
     """Run the rank to its end; the process ends with it. Codes: 0 in order, 2 the user's fault, 1 anything else."""
     faults.identify(spec.rank)
-    rank = Rank(spec, early_signal)
+    rank = Rank(spec, early_signal, scribe)
     rank.pulse.start()
     try:
         finish = _train(rank)
@@ -120,7 +123,15 @@ def _prepare(rank: Rank, program: Program, device: torch.device) -> Training:
     if spec.restore is not None:
         rank.vitals.enter(Phase.restore)
         start = restore.from_checkpoint(spec, program, probe, environment, rank.vitals, order)
-    rank.saver = Saver(rank.vitals, Target(rank.places, ranks, shape, environment), rank.side)
+    rank.saver = Saver(
+        rank.vitals,
+        Target(rank.places, ranks, shape, environment),
+        rank.side,
+        scribe=rank.scribe,
+        pinned=device.type == "cuda",
+        later=snapshot.changed_by_the_optimizer(program),
+        threads=spec.threads,
+    )
     rank.saver.start()
     return Training(
         spec=spec,

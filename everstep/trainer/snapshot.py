@@ -1,37 +1,76 @@
-"""A copy of the state at one step, on the CPU, taken by the training thread between two steps."""
+"""What a checkpoint holds at one step: the living state of a rank, and where each tensor of it goes in a buffer."""
 
-from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from everstep.store import tensors as stored
 from everstep.trainer import rng
 from everstep.trainer.program import Program
+from everstep.trainer.tree import Encoded
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank hands to its writer. `state` shares no memory with the living state.
+    """What one rank hands to its writer beside its state.
 
     `finished`: the program said that it is done. `must`: training may not go on without it (segment end, stop, last
-    step). `segment` is the number of the segment that ends here, or 0; `shown` the program's text at its end.
+    step). `patient`: it was asked for after this very step, and not by the clock, which may as well ask a little later.
+    `segment` is the number of the segment that ends here, or 0; `shown` the program's text at its end.
     """
 
     step: int
     samples: int
     epoch: int
-    state: dict[str, Any]
     probe: dict[str, Any]
     time: float
     metrics: dict[str, float] = field(default_factory=dict)
     loss: Any = None
     finished: bool = False
     must: bool = False
+    patient: bool = True
     segment: int = 0
     shown: str = ""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor's place in a buffer: safetensors' dtype, shape as it is stored, first byte and number of bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything of one snapshot goes: tensors into `size` bytes of a buffer, the rest into JSON."""
+
+    placed: tuple[Placed, ...]
+    size: int
+    tree: Any
+    aliases: dict[str, str]
+
+
+def plan(encoded: Encoded) -> Plan:
+    """Places for the tensors of a state. Large elements first, so that tensors lie close in a file as they do here."""
+    ordered = sorted(encoded.tensors.items(), key=lambda item: -item[1].element_size())
+    placed, at = [], 0
+    for name, tensor in ordered:
+        placed.append(Placed(name, stored.word(tensor.dtype), stored.shape_of(tensor), at, tensor.nbytes))
+        at += tensor.nbytes
+    return Plan(tuple(placed), at, encoded.tree, encoded.aliases)
+
+
+def changed_by_the_optimizer(program: Program) -> Callable[[Placed, Tensor], bool]:
+    """Tells the tensors of a state that only `optimizer.step()` changes: parameters and the optimizer's own."""
+    parameters = {f"model/{name}" for name, _ in program.model.named_parameters(remove_duplicate=False)}
+    return lambda placed, _: placed.name in parameters or placed.name.startswith("optimizer/")
 
 
 def living(program: Program, rank: int) -> dict[str, Any]:
@@ -56,37 +95,3 @@ def buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     """Buffers that belong to the state (running means, for example): every rank has its own."""
     kept = model.state_dict().keys()
     return {name: one for name, one in model.named_buffers(remove_duplicate=False) if name in kept}
-
-
-def copied(state: Any) -> Any:
-    """The same containers and values over CPU copies of the tensors. Tied tensors stay one object."""
-    return _Copier().copy(state)
-
-
-class _Copier:
-    def __init__(self) -> None:
-        self._tensors: dict[Any, Tensor] = {}
-
-    def copy(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        kind = type(value)
-        if isinstance(value, dict):
-            pairs = {key: self.copy(one) for key, one in value.items()}
-            return kind(pairs) if kind in (OrderedDict, Counter) else pairs
-        if kind in (list, tuple, set, frozenset):
-            return kind(self.copy(one) for one in value)
-        if kind is deque:
-            return deque((self.copy(one) for one in value), value.maxlen)
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        return value
-
-    def _tensor(self, value: Tensor) -> Tensor:
-        value = value.detach()
-        if value.layout is not torch.strided or not value.numel():
-            return value.clone()
-        key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
-        if key not in self._tensors:
-            self._tensors[key] = value.clone() if value.device.type == "cpu" else value.to("cpu", copy=True)
-        return self._tensors[key]

@@ -2,12 +2,13 @@
 
 import fabric
 import torch
+from rigs.parts import write_part
 from torch import nn
 
 from everstep.core.checkpoint import Key, Manifest
 from everstep.store import checkpoint, tensors
 from everstep.trainer import checkpoint as written
-from everstep.trainer import snapshot, structure
+from everstep.trainer import structure, writer
 from everstep.trainer.program import Program
 
 
@@ -40,9 +41,7 @@ def test_a_checkpoint_of_the_trainer_verifies_and_has_the_digest_of_its_weights(
     folder.mkdir()
     files = []
     for rank in (0, 1):
-        state = snapshot.copied(snapshot.living(program, rank))
-        one = snapshot.Snapshot(step=7, samples=7, epoch=0, state=state, probe={}, time=1.0)
-        files += written.write_part(folder, one, rank, 2, {}, lambda count: None)
+        files += write_part(folder, program, rank, 2)
     manifest = Manifest(
         job=fabric.JOB,
         run=fabric.RUN,
@@ -54,7 +53,7 @@ def test_a_checkpoint_of_the_trainer_verifies_and_has_the_digest_of_its_weights(
         time=1.0,
         files=tuple(files),
     )
-    written.commit(folder, manifest)
+    writer.commit(folder, manifest.to_json().encode())
     result = checkpoint.verify(folder, structure.of(program, 2), run=fabric.RUN, job=fabric.JOB)
     assert (result.ok, result.why) == (True, "")
     expected = tensors.weights_digest(model.state_dict())

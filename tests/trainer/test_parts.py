@@ -14,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset, default_collate
 
+from everstep.core.dataset import FileEntry
 from everstep.core.errors import Damaged
 from everstep.store import tensors as stored
-from everstep.trainer import loader, order, rng, shards, snapshot, tree
+from everstep.trainer import loader, order, rng, shards, snapshot, tree, writer
+from everstep.trainer.buffers import Buffer
+from everstep.trainer.copying import Copying
 from everstep.trainer.order import Order
 from everstep.trainer.program import ProgramError
 
@@ -152,7 +155,7 @@ STATE = {
 
 
 def test_trees_are_exact():
-    encoded = tree.encode(snapshot.copied(STATE))
+    encoded = tree.encode(STATE)
     text = json.dumps(encoded.tree, allow_nan=False)
     for value in encoded.tensors.values():
         stored.word(value.dtype)
@@ -192,28 +195,34 @@ def test_what_a_tree_cannot_hold_is_named():
         tree.decode({"$eval": "1"}, {})
 
 
-def test_a_snapshot_shares_no_memory_and_keeps_ties():
+def test_a_state_is_encoded_with_its_ties_and_its_scalars_are_copied():
     weight = torch.randn(3, 3)
     state = {"a": weight, "b": weight.view(3, 3), "part": weight[:2], "list": [[1]], "array": np.ones(2)}
-    copy = snapshot.copied(state)
-    kept = weight.clone()
-    weight.zero_()
+    encoded = tree.encode(state)
     state["list"][0].append(2)
     state["array"][0] = 5
-    assert torch.equal(copy["a"], kept)
-    assert copy["a"] is copy["b"]
-    assert copy["part"] is not copy["a"]
-    assert (copy["list"], copy["array"].tolist()) == ([[1]], [1.0, 1.0])
+    assert encoded.aliases == {"b": "a"}
+    assert encoded.tensors["a"].data_ptr() == weight.data_ptr()
+    assert "part" in encoded.tensors
+    assert encoded.tree["list"] == [[1]]
+    assert encoded.tensors["array"].tolist() == [1.0, 1.0]
 
 
 def test_shards(tmp_path):
     tensors = {f"t{index}": torch.randn(5, index) for index in range(6)} | {"half": torch.ones(3, dtype=torch.bfloat16)}
-    groups = shards.split(tensors, 200)
-    assert [sum(one.nbytes for one in group.values()) <= 200 for group in groups].count(False) == 0
-    assert list(itertools.chain.from_iterable(groups)) == list(tensors)
-    assert shards.split({}) == [{}]
+    plan = snapshot.plan(tree.encode(tensors))
+    groups = shards.split(plan.placed, 200)
+    assert all(sum(one.size for one in group) <= 200 for group in groups)
+    assert list(itertools.chain.from_iterable(groups)) == list(plan.placed)
+    assert shards.split(()) == [[]]
+    buffer = Buffer(plan.size, pinned=False)
+    Copying(buffer, [(one, tensors[one.name]) for one in plan.placed], lambda *_: True).join()
     seen = []
-    entry = shards.write(tmp_path / "x.safetensors", shards.pieces(tensors), seen.append)
+    places = [[one.name, one.dtype, one.shape, one.begin, one.size] for one in plan.placed]
+    content = memoryview(bytes(buffer.bytes))
+    (entry,) = writer.write(tmp_path, [{"path": "x.safetensors", "tensors": places}], content, seen.append)
+    entry = FileEntry.model_validate(entry)
+    buffer.close()
     assert sum(seen) == entry.size
     assert set(stored.read_header(tmp_path / "x.safetensors")) == set(tensors)
     data = shards.read(tmp_path, entry)
