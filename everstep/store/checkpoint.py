@@ -6,6 +6,7 @@ Commit rule: the manifest is written last. A folder without a manifest that veri
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -101,7 +102,11 @@ def read_structure(run_dir: Path) -> Structure | None:
 
 
 def verify(
-    folder: Path, structure: Structure | None = None, run: str | None = None, job: str | None = None
+    folder: Path,
+    structure: Structure | None = None,
+    run: str | None = None,
+    job: str | None = None,
+    see: Callable[[memoryview], None] | None = None,
 ) -> Verification:
     """Verify one checkpoint by reading every byte of it, from the device where the kernel allows it.
 
@@ -109,6 +114,7 @@ def verify(
     right sizes and digests), JSON (parses, agrees with the manifest), tensors (sound headers, each one referenced;
     parameters and floating optimizer state finite; names, dtypes and shapes of the model as in `structure`). Without a
     structure the whole model must be finite; with it a buffer may hold what it likes (-inf in a mask is legal).
+    `see` is shown every piece of a file as it is read, and may take its time.
     Damage is an answer (`ok` is False, `why` is a sentence that names the file). Raises StoreUnavailable if the tier
     does not answer: unknown is not damaged.
     """
@@ -119,7 +125,7 @@ def verify(
         seal = digest.of_bytes(data)
         manifest = _parse_manifest(folder, data)
         _check_identity(folder, manifest, run, job)
-        size = _check_files(folder, manifest, structure)
+        size = _check_files(folder, manifest, structure, see)
     except Damaged as error:
         return Verification(
             ok=False, file=error.path, why=str(error), seconds=time.monotonic() - started, manifest_digest=seal
@@ -145,20 +151,22 @@ def _check_identity(folder: Path, manifest: Manifest, run: str | None, job: str 
         raise Damaged(folder.name, MANIFEST, f"is that of job {manifest.job}, not of job {job}")
 
 
-def _check_files(folder: Path, manifest: Manifest, structure: Structure | None) -> int:
+def _check_files(
+    folder: Path, manifest: Manifest, structure: Structure | None, see: Callable[[memoryview], None] | None
+) -> int:
     """Small files first: what they say is believed only after their digests, so that the right file is blamed."""
     _check_listing(folder, manifest)
     weights = [entry for entry in manifest.files if entry.path.endswith(".safetensors")]
     for entry in manifest.files:
         if entry not in weights:
-            _check_bytes(folder, entry, [])
+            _check_bytes(folder, entry, [], see)
     content = contents.read(folder, manifest)
     if structure is not None:
         contents.check_structure(content, structure)
     watched = contents.must_be_finite(content, structure)
     faults.point("verify.mid")
     for entry in weights:
-        _check_bytes(folder, entry, [held.tensor for held in watched if held.path == entry.path])
+        _check_bytes(folder, entry, [held.tensor for held in watched if held.path == entry.path], see)
     return manifest.bytes
 
 
@@ -181,14 +189,21 @@ def _check_listing(folder: Path, manifest: Manifest) -> None:
             raise Damaged(folder.name, name, f"has {size} bytes where the manifest says {wanted.size}")
 
 
-def _check_bytes(folder: Path, entry: FileEntry, watched: list[tensors.Tensor]) -> None:
+def _check_bytes(
+    folder: Path, entry: FileEntry, watched: list[tensors.Tensor], see: Callable[[memoryview], None] | None
+) -> None:
     """One independent read of a file: its digest, and in the same pass its values."""
 
     def read() -> tuple[str, set[str]]:
         scan = tensors.Scan(watched)
-        return digest.of_file(
-            folder / entry.path, scan.see if watched else None, cold=True, limit=entry.size
-        ), scan.found
+
+        def look(piece: memoryview) -> None:
+            if watched:
+                scan.see(piece)
+            if see:
+                see(piece)
+
+        return digest.of_file(folder / entry.path, look, cold=True, limit=entry.size), scan.found
 
     found, bad = contents.reading(folder, entry.path, read)
     if found != entry.blake3:

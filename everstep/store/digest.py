@@ -24,7 +24,8 @@ def of_file(
 ) -> str:
     """The digest of a regular file; `see` is shown the same bytes in the same pass.
 
-    `cold` drops the file from the page cache first, so that the bytes come from the device where the kernel allows it.
+    `cold` drops the file from the page cache first, so that the bytes come from the device where the kernel allows it,
+    and again afterwards: what others have in the cache is not driven out by a file that was only proven.
     A symbolic link is refused (OSError ELOOP). Of a file longer than `limit` one byte more is read, and no end is waited
     for.
     """
@@ -37,6 +38,8 @@ def of_file(
             digest.update(chunk)
             if see:
                 see(chunk)
+        if cold:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(handle)
     return str(digest.hexdigest())

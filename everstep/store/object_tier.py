@@ -27,7 +27,7 @@ from everstep.core.errors import Damaged, StoreUnavailable
 from everstep.core.place import ObjectPlace, S3Settings, is_object
 from everstep.store import atomic, checkpoint, digest, faults
 from everstep.store.folder import FolderStore
-from everstep.store.objects import Changed, Exists, NotThere, ObjectStore
+from everstep.store.objects import Changed, Exists, Moved, NotThere, ObjectStore
 
 if TYPE_CHECKING:
     from everstep.store.s3 import Access
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 PIECE = 8 << 20
 AHEAD = 3
 """Pieces that are read ahead: memory stays under (AHEAD + 1) * PIECE bytes."""
+NAMED = 10
 
 
 def connect(uri: str, access: "Access | None" = None, seconds: float = 60.0) -> tuple[ObjectStore, str]:
@@ -152,6 +153,13 @@ class ObjectTier:
     def write_file(self, path: str, source: Path) -> None:
         self._store.put_file(self._key(path), source)
 
+    def delete(self, path: str) -> None:
+        self._store.delete(self._key(path))
+
+    def stream(self, path: str, size: int) -> Iterator[bytes]:
+        """An object's bytes in order. Raises NotThere, also where it has another size."""
+        return self._pieces(self._key(path), size)
+
     def manifest(self, key: Key) -> bytes:
         """The manifest of a committed checkpoint. Raises NotThere."""
         return self.read(f"checkpoints/{key.folder}/{MANIFEST}")
@@ -178,8 +186,10 @@ class ObjectTier:
             return True
         return False
 
-    def upload(self, source: Path, allowed: Callable[[], None]) -> int:
+    def upload(self, source: Path, allowed: Callable[[], None], moved: Moved | None = None) -> int:
         """Bring the committed checkpoint in `source` there; the number of bytes that had to be moved.
+
+        `moved` is told of those bytes as they move.
 
         May be killed anywhere and called again: it goes on. `allowed` is asked just before the commit and raises if the
         run is no longer ours. Raises Damaged if the source is not what its manifest says, or another checkpoint of that
@@ -194,10 +204,10 @@ class ObjectTier:
             raise Damaged(f"{self.uri}/checkpoints", key.folder, "is another checkpoint; move one of the two away")
         missing = [entry for entry in manifest.files if not self._is_right(key, entry, there.get(entry.path))]
         for entry in missing:
-            self._send(source, key, entry)
+            self._send(source, key, entry, moved)
         faults.point("upload.verify")
-        for entry in missing:
-            self._prove(source, key, entry)
+        if lost := [entry.path for entry in missing if not self._is_proven(source, key, entry)]:
+            raise StoreUnavailable(f"{self.uri}/checkpoints/{key.folder}: {_listed(lost)} came back with other bytes.")
         allowed()
         faults.point("upload.before_manifest")
         self.write(f"checkpoints/{key.folder}/{MANIFEST}", data)
@@ -206,7 +216,7 @@ class ObjectTier:
             raise StoreUnavailable(f"{self.uri}/checkpoints/{key.folder}/{MANIFEST} came back with other bytes.")
         return sum(entry.size for entry in missing)
 
-    def fetch(self, key: Key, target: Path) -> int:
+    def fetch(self, key: Key, target: Path, moved: Moved | None = None) -> int:
         """Bring a committed checkpoint to the folder `target`, proven, under its name when it is whole.
 
         May be killed anywhere and called again: whole files are not fetched twice. Raises NotThere, and Damaged naming
@@ -216,18 +226,18 @@ class ObjectTier:
         manifest = parse(key, data)
         beside = target.with_name(f".fetching-{target.name}")
         beside.mkdir(parents=True, exist_ok=True, mode=0o700)
-        moved = 0
+        fetched = 0
         for entry in manifest.files:
             if not _is_whole(beside / entry.path, entry):
-                self._fetch_file(key, entry, beside)
-                moved += entry.size
+                self._fetch_file(key, entry, beside, moved)
+                fetched += entry.size
         _remove_others(beside, manifest)
         faults.point("fetch.before_manifest")
         atomic.write(beside / MANIFEST, data)
         atomic.sync_folder(beside)
         beside.rename(target)
         atomic.sync_folder(target.parent)
-        return moved
+        return fetched
 
     def remove(self, key: Key) -> int:
         """Delete a checkpoint, its manifest first; how many bytes were there."""
@@ -247,25 +257,28 @@ class ObjectTier:
     def _file(self, key: Key, entry: FileEntry) -> str:
         return self._key(f"checkpoints/{key.folder}/{entry.path}")
 
-    def _send(self, source: Path, key: Key, entry: FileEntry) -> None:
+    def _send(self, source: Path, key: Key, entry: FileEntry, moved: Moved | None) -> None:
         half = [entry.size // 2]
 
-        def moved(count: int) -> None:
+        def passed(count: int) -> None:
             if half:
                 half[0] -= count
                 if half[0] < 0:
                     half.clear()
                     faults.point("upload.mid_file")
+            if moved is not None:
+                moved(count)
 
-        self._store.put_file(self._file(key, entry), source / entry.path, moved=moved)
+        self._store.put_file(self._file(key, entry), source / entry.path, moved=passed)
 
-    def _prove(self, source: Path, key: Key, entry: FileEntry) -> None:
+    def _is_proven(self, source: Path, key: Key, entry: FileEntry) -> bool:
+        """Whether what was sent is there: the store's own word for it counts for nothing. Else it is deleted."""
         if self._is_right(key, entry, entry.size):
-            return
+            return True
         self._store.delete(self._file(key, entry))
         if digest.of_file(source / entry.path, cold=True, limit=entry.size) != entry.blake3:
             raise Damaged(source.name, entry.path, "does not match its BLAKE3 digest in the manifest")
-        raise StoreUnavailable(f"{self.uri}/checkpoints/{key.folder}/{entry.path} came back with other bytes.")
+        return False
 
     def _is_right(self, key: Key, entry: FileEntry, size: int | None) -> bool:
         """An independent read: whether the object has the size and digest that the manifest says."""
@@ -279,7 +292,7 @@ class ObjectTier:
             return False
         return found.hexdigest() == entry.blake3
 
-    def _fetch_file(self, key: Key, entry: FileEntry, folder: Path) -> None:
+    def _fetch_file(self, key: Key, entry: FileEntry, folder: Path, moved: Moved | None) -> None:
         part = folder / f".{secrets.token_hex(4)}.part"
         found, done, half = blake3(), 0, entry.size // 2
         with part.open("xb") as file:
@@ -289,6 +302,8 @@ class ObjectTier:
                 done += len(piece)
                 if done > half >= done - len(piece):
                     faults.point("fetch.mid_file")
+                if moved is not None:
+                    moved(len(piece))
             file.flush()
             digest.forget(file.fileno())
         if found.hexdigest() != entry.blake3:
@@ -324,6 +339,11 @@ def parse(key: Key, data: bytes) -> Manifest:
     if manifest.key != key:
         raise Damaged(key.folder, MANIFEST, f"is that of {manifest.key.folder}, not of this folder")
     return manifest
+
+
+def _listed(names: list[str]) -> str:
+    """All names of a few, the first ones of many."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _claim(number: int) -> str:

@@ -5,6 +5,7 @@ there has been read there.
 """
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from everstep.core.checkpoint import MANIFEST, Manifest
@@ -15,8 +16,10 @@ from everstep.store import atomic, checkpoint, digest, faults
 PART = ".part"
 
 
-def copy(source: Path, target: Path) -> int:
+def copy(source: Path, target: Path, moved: Callable[[int], None] | None = None) -> int:
     """Copy the checkpoint in `source` to `target`; the number of bytes that had to be moved.
+
+    `moved` is told the number of bytes that have just been copied, and may take its time.
 
     Raises Damaged if the source is not what its manifest says, StoreUnavailable if the far end gives back other bytes
     than it got, OSError as it comes.
@@ -26,12 +29,12 @@ def copy(source: Path, target: Path) -> int:
     manifest = checkpoint.read_manifest(source)
     _make_folder(target, data)
     _clear_leftovers(target, manifest)
-    moved = [entry for entry in manifest.files if not _is_right(target / entry.path, entry)]
-    for entry in moved:
-        _copy_file(source, target, entry)
+    missing = [entry for entry in manifest.files if not _is_right(target / entry.path, entry)]
+    for entry in missing:
+        _copy_file(source, target, entry, moved)
     atomic.sync_folder(target)
     faults.point("copy.verify")
-    for entry in moved:
+    for entry in missing:
         if not _is_right(target / entry.path, entry):
             (target / entry.path).unlink(missing_ok=True)
             raise StoreUnavailable(f"{target / entry.path} came back with other bytes than were written.")
@@ -41,7 +44,7 @@ def copy(source: Path, target: Path) -> int:
         atomic.sync_folder(target.parent)
     if _manifest_of(target) != data:
         raise StoreUnavailable(f"{target / MANIFEST} came back with other bytes than were written.")
-    return sum(entry.size for entry in moved)
+    return sum(entry.size for entry in missing)
 
 
 def _make_folder(target: Path, data: bytes) -> None:
@@ -76,17 +79,22 @@ def _is_right(path: Path, entry: FileEntry) -> bool:
         return False
 
 
-def _copy_file(source: Path, target: Path, entry: FileEntry) -> None:
+def _copy_file(source: Path, target: Path, entry: FileEntry, moved: Callable[[int], None] | None) -> None:
     part = target / f".{entry.path}{PART}"
     half = [entry.size // 2]
+    told = 0
 
-    def moved(done: int) -> None:
+    def passed(done: int) -> None:
+        nonlocal told
         if half and done > half[0]:
             half.clear()
             faults.point("copy.mid_file")
+        if moved is not None:
+            moved(done - told)
+        told = done
 
     try:
-        found, size = digest.copy(source / entry.path, part, moved, limit=entry.size)
+        found, size = digest.copy(source / entry.path, part, passed, limit=entry.size)
         if (found, size) != (entry.blake3, entry.size):
             raise Damaged(source.name, entry.path, "does not match its BLAKE3 digest in the manifest")
         part.replace(target / entry.path)
