@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
+from everstep.core import words
 from everstep.core.record import Record
 
 LONGEST_SECONDS = 30 * 60.0
@@ -124,6 +125,33 @@ def differs(new: Cadence, old: Cadence | None) -> bool:
     return abs(new.seconds - old.seconds) > MUCH * min(new.seconds, old.seconds)
 
 
+def sentence(chosen: Cadence) -> str:
+    """The choice as one says it: how often, what was best, what held it, and what it is expected to cost."""
+    said = f"a save every {words.duration(chosen.seconds)}"
+    if chosen.bound is Bound.none:
+        said += ", which loses the least"
+    elif chosen.optimum is not None:
+        said += f"; {words.duration(chosen.optimum)} would lose the least, but {chosen.held}"
+    else:
+        said += f": {chosen.held}"
+    if chosen.inputs.stall is None:
+        return said
+    return f"{said}. Saves, redone work and recovery are expected to cost {words.share(chosen.loss, 1.0)} of the time"
+
+
+def told(inputs: Inputs) -> list[tuple[str, str, str]]:
+    """Each input that is known: its name, its length, and where it comes from."""
+    rows = (
+        ("a save stalls training for", inputs.stall),
+        ("a save is written in", inputs.write),
+        ("a copy to the persistent tier takes", inputs.copied),
+        ("a failure comes every", inputs.failure),
+        ("a failure is noticed within", inputs.detection),
+        ("recovery takes", inputs.recovery),
+    )
+    return [(name, _length(one.seconds), one.source) for name, one in rows if one is not None]
+
+
 def usual(values: Sequence[float]) -> float:
     """The median, which one hiccup does not move."""
     ordered = sorted(values)
@@ -135,6 +163,10 @@ def slow(values: Sequence[float]) -> float:
     """The value that nine in ten do not exceed: what is to be kept up with."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+
+
+def _length(seconds: float) -> str:
+    return words.duration(seconds) if seconds >= 1 or not seconds else f"{1000 * seconds:.3g} ms"
 
 
 def _made(seconds: float, best: float | None, bound: Bound, inputs: Inputs) -> Cadence:

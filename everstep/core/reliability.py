@@ -6,14 +6,19 @@ mean and variance of the published ones (method of moments). It weighs as much a
 node-hours; a fleet's own failures and node-hours are added to these (the conjugate update of Gamma and Poisson).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, variance
+from typing import Any
 
+from everstep.core.ledger import Event
 from everstep.core.record import Record
+from everstep.core.segment import CauseKind, Outcome
 
 GPUS_OF_A_NODE = 8
 HOURS_OF_A_DAY = 24.0
+SUDDEN = frozenset({CauseKind.exception, CauseKind.killed, CauseKind.exit, CauseKind.hang, CauseKind.lost})
+"""Ends before which nobody could save. A stop on request saves, a full disk or a bad checkpoint is no end of a node."""
 ENOUGH_FAILURES = 3
 FAR_MORE_OFTEN = 3.0
 
@@ -99,6 +104,45 @@ def mean_time(fleet: Fleet, run: Fleet, nodes: int, ranks: int) -> MeanTime:
     if fleet.node_hours > 0:
         known += f" and this ledger: {_seen(fleet)}"
     return MeanTime(seconds=seconds, source=known)
+
+
+def seen(events: Iterable[Event]) -> Fleet:
+    """What a ledger's events tell of the fleet: of every attempt that trained, how long it did and whether it broke.
+
+    An attempt that broke before its first step lost no work, and a crash at every start says nothing of nodes. One
+    whose end nobody has told yet (it trains now) counts when it has ended.
+    """
+    started: dict[tuple[str, str, int], Event] = {}
+    ended: dict[tuple[str, str, int], Event] = {}
+    for event in events:
+        place = (event.job, event.run, event.attempt)
+        if event.kind == "attempt.started":
+            started[place] = event
+        elif event.kind in ("attempt.ended", "attempt.lost"):
+            ended.setdefault(place, event)
+    failures, hours = 0, 0.0
+    for place, end in ended.items():
+        begin = started.get(place)
+        if begin is None:
+            continue
+        lived = _number(end.data.get("last_seen"), end.time) - begin.time
+        trained = end.kind == "attempt.lost" or (end.step or 0) > (begin.step or 0)
+        if lived <= 0 or not trained:
+            continue
+        pids = begin.data.get("pids")
+        hours += lived / 3600 * whole_nodes(1, len(pids) if isinstance(pids, list) else GPUS_OF_A_NODE)
+        failures += end.kind == "attempt.lost" or _is_sudden(end.data)
+    return Fleet(failures=failures, node_hours=hours)
+
+
+def _is_sudden(end: Mapping[str, Any]) -> bool:
+    cause = end.get("cause")
+    kind = cause.get("kind") if isinstance(cause, Mapping) else None
+    return end.get("outcome") == Outcome.failed and kind in SUDDEN
+
+
+def _number(value: object, otherwise: float) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
 
 
 def _seen(fleet: Fleet) -> str:

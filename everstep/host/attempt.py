@@ -215,6 +215,7 @@ class Attempt:
             self.ask_to_stop(request, None)
 
     def _lease_on(self) -> None:
+        self._leasing.pace(self._watch.save_every())
         beat = self.pulse.beats[0]
         if beat is not None and self._stopping is None:
             more = self._leasing.extend(beat.step, beat.step_seconds)

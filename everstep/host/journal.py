@@ -25,8 +25,8 @@ class Journal:
         self.told: Callable[[str, str], None] = _nobody
         self._run = run
         self._flow_run = flow_run
-        uri = job.ledger.uri or f"sqlite:///{job.tiers.persistent}/ledger.db"
-        self._ledger = Ledger(uri, run.places.events)
+        self.uri = job.ledger.uri or f"sqlite:///{job.tiers.persistent}/ledger.db"
+        self._ledger = Ledger(self.uri, run.places.events)
 
     def record(
         self,

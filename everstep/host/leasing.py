@@ -30,6 +30,11 @@ class LeaseKeeper:
             self.lease = self.lease.model_copy(update={"ends": self.lease.ends | more})
         return more
 
+    def pace(self, seconds: float | None) -> None:
+        """Save every so many seconds from now on, if anything is said."""
+        if seconds is not None and seconds != self.lease.save_every_seconds:
+            self.lease = self.lease.model_copy(update={"save_every_seconds": seconds})
+
     def stop(self) -> None:
         self.lease = self.lease.model_copy(update={"stop": True})
 

@@ -23,6 +23,7 @@ from everstep.core.recovery import decide as judge
 from everstep.core.segment import AttemptEnd, Cause, CauseKind, Heartbeat, Outcome, SegmentResult
 from everstep.core.summary import RunReport
 from everstep.host import closing, code, jobs, process, promotion, reporting, resume, retention, runs, staging
+from everstep.host.cadence import Pacer
 from everstep.host.far import Far, elsewhere
 from everstep.host.gate import Gatekeeper
 from everstep.host.journal import Journal
@@ -68,6 +69,7 @@ class Life:
     supervisor: Supervisor
     tracker: Tracker
     progress: Progress
+    pacer: Pacer
     publish: Callable[[RunReport], None]
     flow_run: str
     past: list[Past]
@@ -148,6 +150,7 @@ def own_run(staged: Staged, prefect: Orchestrator, *, take_over: bool = False) -
             raise
         finally:
             life.gate.close()
+            life.pacer.close()
             life.supervisor.close()
             life.observer.stop()
             life.tracker.close_quickly()
@@ -189,6 +192,7 @@ def begin_attempt(life: Life) -> None:
     life.observer.follow(number)
     life.tracker.attempt(number, start.step)
     life.supervisor.start(claim, start.folder, _last_segment(life, start.step))
+    life.pacer.begin(number)
 
 
 def train_segment(life: Life) -> SegmentResult | AttemptEnd:
@@ -196,6 +200,7 @@ def train_segment(life: Life) -> SegmentResult | AttemptEnd:
     end = life.supervisor.run_segment()
     life.reading = ""
     if isinstance(end, SegmentResult):
+        life.pacer.ask()
         life.journal.record("segment.finished", step=end.step, segment=end.segment, checkpoint=end.checkpoint)
         figures = ", ".join(f"{name} {value:.4g}" for name, value in end.metrics.items())
         life.progress.say(f"segment {end.segment} ends at step {end.step}" + (f": {figures}" if figures else ""))
@@ -283,15 +288,26 @@ def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Jou
     observer = Observer(run.places, journal.record)
     progress = Progress(run.job.steps, lambda: observer.durable_step)
     journal.told = progress.hear
+    pacer = Pacer(run.job, run.places, journal.uri, journal.record)
     watch = Watch(
         stop_wish=lambda: prefect.wish() or observer.takeover(),
         gate=observer.gate,
         show=progress.show,
         record=journal.record,
+        save_every=lambda: pacer.seconds,
     )
     supervisor = Supervisor(run.job, run.places, run.record, staged.staged.data, watch, access=staged.access)
     life = Life(
-        run, journal, observer, supervisor, tracker, progress, prefect.publish, prefect.flow_run_id, journal.past()
+        run,
+        journal,
+        observer,
+        supervisor,
+        tracker,
+        progress,
+        pacer,
+        prefect.publish,
+        prefect.flow_run_id,
+        journal.past(),
     )
     life.far = Far(run.places, staged.access, journal.record)
     observer.landed = life.landed

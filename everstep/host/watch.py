@@ -21,13 +21,14 @@ class Watch:
 
     `stop_wish` gives a reason to stop gracefully within the job's grace, or None. `gate` gives the reason why the work
     since the last good checkpoint is to be thrown away, or None. `record(kind, *, step=None, severity=..., text="",
-    **data)` appends an event.
+    **data)` appends an event. `save_every` is the rhythm of saves in seconds that holds now, None for the job's own.
     """
 
     stop_wish: Callable[[], str | None]
     gate: Callable[[], str | None]
     show: Callable[[Heartbeat | None, Lease], None]
     record: Callable[..., None]
+    save_every: Callable[[], float | None] = lambda: None
 
 
 class Pulse:

@@ -24,13 +24,21 @@ def append(path: Path, rows: Iterable[str], *, sync: bool = False) -> None:
         os.close(handle)
 
 
-def read(path: Path) -> Iterator[Any]:
-    """The values in `path`, without torn or foreign lines; nothing if there is no such file."""
+def read(path: Path, newest_bytes: int | None = None) -> Iterator[Any]:
+    """The values in `path`, without torn or foreign lines; nothing if there is no such file.
+
+    With `newest_bytes` only those that begin in the file's last so many bytes.
+    """
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
+        if newest_bytes is not None and (size := file.seek(0, 2)) > newest_bytes:
+            file.seek(size - newest_bytes)
+            file.readline()
+        else:
+            file.seek(0)
         for line in file:
             try:
                 yield json.loads(line)
