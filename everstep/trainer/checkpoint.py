@@ -4,8 +4,6 @@ Commit rule: the manifest is written last. A folder without it is not a checkpoi
 """
 
 import json
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +16,10 @@ from everstep.core.checkpoint import MANIFEST, Manifest
 from everstep.core.dataset import FileEntry
 from everstep.core.errors import Damaged
 from everstep.core.place import is_object
-from everstep.store import atomic, faults, object_tier
 from everstep.store import checkpoint as committed
+from everstep.store import object_tier
 from everstep.trainer import shards, tree
-from everstep.trainer.snapshot import Snapshot
+from everstep.trainer.snapshot import Plan, Snapshot
 
 VERSION = 1
 PROGRESS = ("step", "samples", "epoch", "finished")
@@ -40,17 +38,16 @@ class Part:
     environment: dict[str, Any]
 
 
-def write_part(
-    folder: Path, snapshot: Snapshot, rank: int, world_size: int, environment: Mapping[str, Any], seen: shards.Seen
-) -> list[FileEntry]:
-    """Write one rank's files into `folder`, each whole or absent; `seen` is told of every piece's bytes."""
-    encoded = tree.encode(snapshot.state)
+def files_of(
+    plan: Plan, snapshot: Snapshot, rank: int, world_size: int, environment: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The files of one rank's part, as the writer is told of them: shards first, then JSON for all that is no tensor."""
     document = {
         "schema_version": VERSION,
         "rank": rank,
         "world_size": world_size,
-        "tree": encoded.tree,
-        "aliases": encoded.aliases,
+        "tree": plan.tree,
+        "aliases": plan.aliases,
         "progress": {
             "step": snapshot.step,
             "samples": snapshot.samples,
@@ -60,34 +57,14 @@ def write_part(
         "probe": snapshot.probe,
         "environment": dict(environment),
     }
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    groups = shards.split({name: one.contiguous() for name, one in encoded.tensors.items()})
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    groups = shards.split(plan.placed)
     names = [f"rank-{rank}.safetensors"] if len(groups) == 1 else _numbered(rank, len(groups))
-    half = _Half((len(text) + sum(one.nbytes for one in encoded.tensors.values())) // 2, seen)
-    entries = [
-        shards.write(folder / name, shards.pieces(group), half) for name, group in zip(names, groups, strict=True)
+    files: list[dict[str, Any]] = [
+        {"path": name, "tensors": [[one.name, one.dtype, one.shape, one.begin, one.size] for one in group]}
+        for name, group in zip(names, groups, strict=True)
     ]
-    entries.append(shards.write(folder / f"rank-{rank}.json", iter([text]), half))
-    atomic.sync_folder(folder)
-    return entries
-
-
-def commit(folder: Path, manifest: Manifest) -> None:
-    """Publish the manifest: from here on the folder is a checkpoint."""
-    faults.point("save.before_manifest")
-    beside = folder / f".{MANIFEST}.{secrets.token_hex(4)}.tmp"
-    try:
-        with beside.open("xb") as file:
-            file.write(manifest.to_json().encode())
-            file.flush()
-            os.fsync(file.fileno())
-        faults.point("save.rename")
-        beside.replace(folder / MANIFEST)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    atomic.sync_folder(folder)
-    faults.point("save.after_commit")
+    return [*files, {"path": f"rank-{rank}.json", "text": text}]
 
 
 def remove_part(folder: Path, rank: int) -> None:
@@ -182,20 +159,6 @@ def _part(folder: str, name: str, document: dict[str, Any], tensors: dict[str, T
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise Damaged(folder, name, f"holds no readable state ({type(error).__name__}: {error})") from None
     return Part(state, int(document["world_size"]), progress, document["probe"], document["environment"])
-
-
-class _Half:
-    """Counts bytes, and passes the fault point in the middle of a rank's files once."""
-
-    def __init__(self, half: int, seen: shards.Seen) -> None:
-        self._left = half
-        self._seen = seen
-
-    def __call__(self, count: int) -> None:
-        before, self._left = self._left, self._left - count
-        if before > 0 >= self._left:
-            faults.point("save.mid_file")
-        self._seen(count)
 
 
 def files(parts: Iterable[Mapping[str, Any]]) -> Iterator[FileEntry]:
