@@ -41,6 +41,18 @@ def read_manifest(folder: Path) -> Manifest:
     return _parse_manifest(folder, read_manifest_bytes(folder))
 
 
+def opened(folder: Path, run: str | None = None, job: str | None = None) -> Manifest:
+    """The manifest of a checkpoint that is to be read, as far as a look at its folder can tell.
+
+    It is that of this folder, run and job, and the folder holds exactly its files: regular ones, of the right sizes. Whoever
+    reads them then proves their bytes. Raises Damaged, naming the file; OSError as it comes.
+    """
+    manifest = read_manifest(folder)
+    _check_identity(folder, manifest, run, job)
+    _check_listing(folder, manifest)
+    return manifest
+
+
 def read_manifest_bytes(folder: Path) -> bytes:
     """The manifest as it lies on the disk."""
 
@@ -73,11 +85,16 @@ def verify_checkpoint(uri: str | Path) -> Verification:
     """
     if is_object(str(uri)):
         return _verify_far(str(uri))
-    folder = _local_path(uri)
+    folder = local_path(uri)
+    run, job = identity(folder)
+    return verify(folder, read_structure(folder.parent.parent), run=run, job=job)
+
+
+def identity(folder: Path) -> tuple[str | None, str | None]:
+    """Run and job to which a checkpoint belongs by where it stands; None where no run's record stands there."""
     run_dir = folder.parent.parent
-    structure = read_structure(run_dir)
     known = (run_dir / "run.json").is_file()
-    return verify(folder, structure, run=run_dir.name if known else None, job=run_dir.parent.name if known else None)
+    return (run_dir.name, run_dir.parent.name) if known else (None, None)
 
 
 def _verify_far(uri: str) -> Verification:
@@ -160,9 +177,14 @@ def _check_files(
     for entry in manifest.files:
         if entry not in weights:
             _check_bytes(folder, entry, [], see)
-    content = contents.read(folder, manifest)
-    if structure is not None:
-        contents.check_structure(content, structure)
+    try:
+        content = contents.read(folder, manifest)
+        if structure is not None:
+            contents.check_structure(content, structure)
+    except Damaged:
+        for entry in weights:  # a file whose header was altered is to be blamed, not one that no longer fits it
+            _check_bytes(folder, entry, [], see)
+        raise
     watched = contents.must_be_finite(content, structure)
     faults.point("verify.mid")
     for entry in weights:
@@ -212,7 +234,8 @@ def _check_bytes(
         raise Damaged(folder.name, entry.path, f"holds NaN or infinity in {min(bad)}")
 
 
-def _local_path(uri: str | Path) -> Path:
+def local_path(uri: str | Path) -> Path:
+    """The folder that a path or a `file://` URI names. Raises ValueError for another kind of URI."""
     text = str(uri)
     if "://" not in text:
         return Path(text)

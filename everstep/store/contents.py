@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from everstep.core.checkpoint import Manifest, Structure, TensorShape
+from everstep.core.checkpoint import Manifest, Structure, TensorShape, each_once
 from everstep.core.errors import Damaged
 from everstep.store import tensors
 
@@ -57,7 +57,7 @@ def read(folder: Path, manifest: Manifest) -> Contents:
     ranks = tuple(_tensors_of(folder, manifest, rank) for rank in range(manifest.world_size))
     for rank, held in enumerate(ranks):
         value = parsed[f"rank-{rank}.json"]
-        _check_rank(folder, rank, value, manifest)
+        check_rank(folder, rank, value, manifest)
         _check_references(folder, rank, value, held)
     return Contents(folder, ranks, _aliases(folder, 0, parsed["rank-0.json"], ranks[0]))
 
@@ -75,6 +75,25 @@ def check_structure(content: Contents, structure: Structure) -> None:
     extra = sorted(model.keys() - structure.model.keys())
     if extra:
         raise Damaged(folder, model[extra[0]].path, f"has a tensor {extra[0]!r}, which the run's model has not")
+
+
+def check_rank(folder: Path, rank: int, value: dict[str, Any], manifest: Manifest) -> None:
+    """A rank's own account agrees with the manifest: a default position is never filled in. Raises Damaged."""
+    name, progress = f"rank-{rank}.json", value.get("progress")
+    if not isinstance(progress, dict):
+        raise Damaged(folder.name, name, "has no progress")
+    for field, said, should in (
+        ("schema_version", value.get("schema_version"), 1),
+        ("rank", value.get("rank"), rank),
+        ("world_size", value.get("world_size"), manifest.world_size),
+        ("progress.step", progress.get("step"), manifest.step),
+        ("progress.samples", progress.get("samples"), manifest.samples),
+    ):
+        if said != should or type(said) is not int:
+            raise Damaged(folder.name, name, f"has {field} {said!r} where {should} belongs")
+    epoch = progress.get("epoch")
+    if type(epoch) is not int or epoch < 0:
+        raise Damaged(folder.name, name, f"has progress.epoch {epoch!r}, which is no epoch")
 
 
 def must_be_finite(content: Contents, structure: Structure | None) -> list[Held]:
@@ -109,7 +128,7 @@ def _read_json(folder: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
     for entry in (one for one in manifest.files if one.path.endswith(".json")):
         text = reading(folder, entry.path, (folder / entry.path).read_bytes)
         try:
-            value = json.loads(text, parse_constant=_no_number)
+            value = json.loads(text, parse_constant=_no_number, object_pairs_hook=each_once)
         except (ValueError, RecursionError) as error:
             raise Damaged(folder.name, entry.path, f"is not readable JSON ({error})") from None
         if not isinstance(value, dict):
@@ -119,22 +138,6 @@ def _read_json(folder: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
     if missing:
         raise Damaged(folder.name, missing[0], "is not in the manifest")
     return parsed
-
-
-def _check_rank(folder: Path, rank: int, value: dict[str, Any], manifest: Manifest) -> None:
-    """A rank's own account agrees with the manifest: a default position is never filled in."""
-    name, progress = f"rank-{rank}.json", value.get("progress")
-    if not isinstance(progress, dict):
-        raise Damaged(folder.name, name, "has no progress")
-    for field, said, should in (
-        ("schema_version", value.get("schema_version"), 1),
-        ("rank", value.get("rank"), rank),
-        ("world_size", value.get("world_size"), manifest.world_size),
-        ("progress.step", progress.get("step"), manifest.step),
-        ("progress.samples", progress.get("samples"), manifest.samples),
-    ):
-        if said != should or type(said) is not int:
-            raise Damaged(folder.name, name, f"has {field} {said!r} where {should} belongs")
 
 
 def _tensors_of(folder: Path, manifest: Manifest, rank: int) -> dict[str, Held]:

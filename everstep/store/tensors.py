@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
+from everstep.core.checkpoint import each_once
 from everstep.core.errors import Damaged
 from everstep.store import digest
 
@@ -219,19 +220,12 @@ def _add_bytes(total: Any, path: Path, tensor: Tensor) -> None:
 
 def _entries(path: Path, text: bytes) -> Iterable[tuple[str, Any]]:
     try:
-        header = json.loads(text, object_pairs_hook=_each_once)
+        header = json.loads(text, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"has no readable header ({error})") from None
     if not isinstance(header, dict):
         raise _damaged(path, "has a header that is not a JSON object")
     return ((name, entry) for name, entry in header.items() if name != "__metadata__")
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
-    return found
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:

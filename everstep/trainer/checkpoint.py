@@ -12,12 +12,12 @@ from urllib.parse import unquote, urlsplit
 
 from torch import Tensor
 
-from everstep.core.checkpoint import MANIFEST, Manifest
+from everstep.core.checkpoint import MANIFEST, Manifest, each_once
 from everstep.core.dataset import FileEntry
 from everstep.core.errors import Damaged
 from everstep.core.place import is_object
 from everstep.store import checkpoint as committed
-from everstep.store import object_tier
+from everstep.store import contents, object_tier
 from everstep.trainer import shards, tree
 from everstep.trainer.snapshot import Plan, Snapshot
 
@@ -79,7 +79,7 @@ def read_part(folder: Path, manifest: Manifest, rank: int, threads: int, seen: s
     name = f"rank-{rank}.json"
     if name not in entries:
         raise Damaged(folder.name, MANIFEST, f"names no {name}")
-    document = _document(folder.name, name, shards.read(folder, entries.pop(name), threads), rank)
+    document = _document(folder, manifest, rank, shards.read(folder, entries.pop(name), threads))
     tensors: dict[str, Tensor] = {}
     for path, entry in entries.items():
         seen(entry.size)
@@ -110,16 +110,9 @@ def load_checkpoint(uri: str | Path) -> dict[str, Tensor]:
         with object_tier.nearby(str(uri)) as near:
             return load_checkpoint(near)
     folder = _folder(str(uri))
-    manifest = committed.read_manifest(folder)
-    entries = entries_of(manifest, 0)
-    if "rank-0.json" not in entries:
-        raise Damaged(folder.name, MANIFEST, "names no rank-0.json")
-    data = shards.read(folder, entries.pop("rank-0.json"))
-    document = _document(folder.name, "rank-0.json", data, 0)
-    tensors: dict[str, Tensor] = {}
-    for path, entry in entries.items():
-        tensors |= shards.parse(folder.name, path, shards.read(folder, entry))
-    state = _part(folder.name, "rank-0.json", document, tensors).state["model"]
+    manifest = committed.opened(folder, *committed.identity(folder))
+    check_others(folder, manifest, (0,), 1, lambda _: None)
+    state = read_part(folder, manifest, 0, 1, lambda _: None).state["model"]
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -136,18 +129,20 @@ def _numbered(rank: int, count: int) -> list[str]:
     return [f"rank-{rank}-{index}.safetensors" for index in range(count)]
 
 
-def _document(folder: str, name: str, data: bytes, rank: int) -> dict[str, Any]:
+def _document(folder: Path, manifest: Manifest, rank: int, data: bytes) -> dict[str, Any]:
+    name = f"rank-{rank}.json"
     try:
-        document = json.loads(data)
-    except ValueError as error:
-        raise Damaged(folder, name, f"is no JSON ({error})") from None
-    if not isinstance(document, dict) or not set(document) >= _KEYS:
-        raise Damaged(folder, name, f"lacks {', '.join(sorted(_KEYS - set(document)))}")
+        document = json.loads(data, object_pairs_hook=each_once)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(folder.name, name, f"is no JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise Damaged(folder.name, name, "is not a JSON object")
+    if missing := _KEYS - set(document):
+        raise Damaged(folder.name, name, f"lacks {', '.join(sorted(missing))}")
     if document["schema_version"] != VERSION:
         why = f"has schema version {document['schema_version']}; this Everstep reads version {VERSION}"
-        raise Damaged(folder, name, why)
-    if document["rank"] != rank:
-        raise Damaged(folder, name, f"belongs to rank {document['rank']}")
+        raise Damaged(folder.name, name, why)
+    contents.check_rank(folder, rank, document, manifest)
     return document
 
 

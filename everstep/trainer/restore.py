@@ -52,7 +52,7 @@ def from_checkpoint(
     random state is put back last.
     """
     folder = Path(spec.restore or "")
-    manifest = committed.read_manifest(folder)
+    manifest = committed.opened(folder)
     _check_identity(spec, folder, manifest)
     shared, own = _parts(spec, folder, manifest, vitals)
     start = _start(folder, manifest, shared, order)
