@@ -104,9 +104,11 @@ class Life:
         resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}
         in_use = {self.reading} if self.reading else set()
         with self.keeping:
-            removed = retention.apply(places, policy.keep, policy.best, resumed, in_use)
-        for tier, folder, freed in removed:
-            self.journal.record("checkpoint.removed", checkpoint=folder, tier=tier, bytes=freed)
+            swept = retention.apply(places, policy, resumed, in_use)
+        for one in swept.removed:
+            self.journal.record(
+                "checkpoint.removed", checkpoint=one.folder, tier=one.tier, bytes=one.bytes, why=one.why
+            )
 
     def landed(self, key: Key, uri: str) -> None:
         """A newer checkpoint is durable: MLflow hears of it, and older ones may go, also in a long segment."""
@@ -210,18 +212,19 @@ def train_segment(life: Life) -> SegmentResult | AttemptEnd:
 def verify(life: Life, result: SegmentResult) -> str:
     """Read a segment's checkpoint back, beside the next segment. Damage closes the gate and raises `Damaged`."""
     places = life.run.places
-    folder = places.checkpoints("local") / result.checkpoint
+    tier = result.tier if result.tier in places.tiers else "local"
+    folder = places.checkpoints(tier) / result.checkpoint
     structure = checkpoint.read_structure(places.persistent)
     try:
         outcome = checkpoint.verify(folder, structure=structure, run=life.run.record.run)
     except StoreUnavailable as error:  # unknown is not damaged: the copier looks again
         return str(error)
     if outcome.ok:
-        marks.verified(places, result.checkpoint, "local", outcome)
+        marks.verified(places, result.checkpoint, tier, outcome)
         return f"{result.checkpoint} verified: {outcome.bytes:,} bytes"
     if not folder.exists():
         return f"{result.checkpoint} was removed by retention before it was read"
-    marks.quarantine(places, result.checkpoint, "local", outcome.why)
+    marks.quarantine(places, result.checkpoint, tier, outcome.why)
     life.observer.report_damage(result.checkpoint)
     raise Damaged(result.checkpoint, outcome.file, outcome.why)
 

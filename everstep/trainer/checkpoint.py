@@ -68,9 +68,11 @@ def files_of(
 
 
 def remove_part(folder: Path, rank: int) -> None:
-    """Take back one rank's files of a checkpoint that could not be committed."""
-    for path in (*folder.glob(f"rank-{rank}.*"), *folder.glob(f"rank-{rank}-*")):
-        path.unlink(missing_ok=True)
+    """Take back one rank's files of a checkpoint that could not be committed, and what a dead writer had begun."""
+    patterns = [f"rank-{rank}.*", f"rank-{rank}-*", f".rank-{rank}.*.tmp", f".rank-{rank}-*.tmp"]
+    for pattern in [*patterns, *([f".{MANIFEST}.*.tmp"] if rank == 0 else [])]:
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def read_part(folder: Path, manifest: Manifest, rank: int, threads: int, seen: shards.Seen) -> Part:

@@ -28,7 +28,7 @@ from everstep.trainer.buffers import Buffer, Pool
 from everstep.trainer.copying import Copying
 from everstep.trainer.failure import SaveFailed
 from everstep.trainer.ranks import Ranks
-from everstep.trainer.scribe import Scribe, WriterDied
+from everstep.trainer.scribe import Refused, Scribe, WriterDied
 from everstep.trainer.side import Side, plain
 from everstep.trainer.snapshot import Placed, Plan, Snapshot
 from everstep.trainer.vitals import Vitals
@@ -383,7 +383,8 @@ def _attempt(act: Callable[[], Any]) -> dict[str, Any]:
         act()
     except WriterDied as error:
         return {"error": str(error), "number": None, "again": True}
+    except Refused as error:
+        return {"error": str(error), "number": error.errno, "again": False}
     except OSError as error:
-        said = error.strerror if error.strerror and ": " in error.strerror else failure.describe(error)
-        return {"error": said, "number": error.errno, "again": False}
+        return {"error": failure.describe(error), "number": error.errno, "again": False}
     return {"error": None, "number": None, "again": False}

@@ -20,6 +20,13 @@ class WriterDied(ChildProcessError):
     """The writer process ended while it was asked for something; it can be asked again."""
 
 
+class Refused(OSError):
+    """What a disk answered to the writer; its text is the writer's own."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class Scribe:
     """The writer of one rank. All but `start` is called by the saver's thread only."""
 
@@ -100,7 +107,7 @@ class Scribe:
         if heard is None:
             raise self._bury()
         if "error" in heard[0]:
-            raise OSError(heard[0]["number"], heard[0]["error"])
+            raise Refused(heard[0]["number"], heard[0]["error"])
         return heard[0]
 
     def _bury(self) -> WriterDied:

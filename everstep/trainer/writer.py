@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from blake3 import blake3
 
-from everstep.store import atomic, digest, faults
+from everstep.store import atomic, digest, faults, room
 from everstep.trainer import link
 
 PIECE = 8 << 20
@@ -67,7 +67,8 @@ class Writer:
                 case "commit":
                     commit(Path(message["folder"]), message["text"].encode())
         except OSError as error:
-            return {"error": f"{type(error).__name__}: {error}", "number": error.errno}
+            said = error.strerror if room.lacks(error) else f"{type(error).__name__}: {error}"
+            return {"error": said, "number": error.errno}
         return {}
 
     def _map(self, buffer: int, size: int, descriptor: int) -> None:
@@ -94,12 +95,18 @@ def write(folder: Path, files: list[dict[str, Any]], buffer: memoryview, moved: 
     faults.point("save.begin")
     faults.point("writer.begin")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_room(folder, total)
+    if (free := room.free(folder)) < total:
+        raise OSError(errno.ENOSPC, room.words(folder, free, total))
     half = _Half(total // 2, moved)
     entries = []
-    for one in files:
-        pieces = iter([one["text"].encode()]) if "text" in one else _safetensors(one["tensors"], buffer)
-        entries.append(write_file(folder / one["path"], pieces, half))
+    try:
+        for one in files:
+            pieces = iter([one["text"].encode()]) if "text" in one else _safetensors(one["tensors"], buffer)
+            entries.append(write_file(folder / one["path"], pieces, half))
+    except OSError as error:
+        if room.lacks(error):
+            raise OSError(error.errno, room.explain(folder, total, error)) from error
+        raise
     atomic.sync_folder(folder)
     faults.point("writer.written")
     return entries
@@ -208,14 +215,6 @@ def _runs(tensors: list[Any]) -> Iterator[tuple[int, int]]:
         end = begin + size
     if end > start:
         yield start, end - start
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    """Known before the first byte: a disk that has too little space for it."""
-    space = os.statvfs(folder)
-    free = space.f_bavail * space.f_frsize
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{free:,} bytes are free, {needed:,} are needed", str(folder))
 
 
 class _Half:
