@@ -44,12 +44,16 @@ class Candidate(Record):
 
 
 class Wish(Record):
-    """What is to happen to a candidate: only be registered, or also be released. `refused` is why it may not be."""
+    """What is to happen to a candidate: only be registered, or also be released.
+
+    `refused` is why it may not be, `unproven` why nobody can tell yet: then the release waits for another flow run.
+    """
 
     candidate: Candidate
     release: bool = False
     best: Best | None = None
     refused: str = ""
+    unproven: str = ""
 
     def ended(self, status: Literal["refused", "waiting"], reason: str) -> "Promotion":
         """What became of it when the registry was never asked."""
@@ -73,10 +77,14 @@ class Version(Record):
 
 
 class Probe(Record):
-    """What came of computing the loss on the fixed batch once more. `loss` is None where the program has none."""
+    """What came of computing the loss on the fixed batch once more. `loss` is None where the program has none.
+
+    Not `known`: it was not computed, which says nothing of the checkpoint.
+    """
 
     checkpoint: str
     ok: bool
+    known: bool = True
     loss: float | None = None
     why: str = ""
 
@@ -84,7 +92,7 @@ class Probe(Record):
 class Promotion(Record):
     """What became of a wish, as the run's last line tells it. `reason` is one plain sentence; empty if all went well.
 
-    `waiting`: MLflow could not be told yet; the next flow run of this job does it.
+    `waiting`: MLflow could not be told yet, or the checkpoint not be proven; the next flow run of this job does it.
     """
 
     status: Literal["candidate", "production", "refused", "waiting"]

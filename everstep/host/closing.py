@@ -50,7 +50,7 @@ def landed(life: "Life") -> bool:
             marks.promote(places, good(places, "local")[:1])
         until = time.monotonic() + life.run.job.limits.drain
         life.all_landed = _drain(life)
-        _drain_object(life, until - time.monotonic())
+        drain_object(life, until - time.monotonic())
     return life.all_landed
 
 
@@ -60,7 +60,7 @@ def stopped(life: "Life") -> dict[str, Any]:
     life.reporter.begin()
     until = time.monotonic() + life.run.job.limits.drain
     _drain(life)
-    _drain_object(life, until - time.monotonic())
+    drain_object(life, until - time.monotonic())
     life.observer.look()
     return _write_down(life, "stopped", tracker_seconds=5.0)
 
@@ -70,7 +70,7 @@ def failed(life: "Life") -> dict[str, Any]:
     life.journal.record("flow.finalizing")
     life.reporter.begin()
     life.supervisor.drain(30.0)
-    _drain_object(life, 30.0)
+    drain_object(life, 30.0)
     life.observer.look()
     return _write_down(life, "failed", tracker_seconds=5.0)
 
@@ -102,7 +102,7 @@ def _drain(life: "Life") -> bool:
     return False
 
 
-def _drain_object(life: "Life", seconds: float) -> None:
+def drain_object(life: "Life", seconds: float) -> None:
     """Let the newest checkpoints come to the object tier. A store that is away delays the end, but is no reason to fail:
     what is missing there is said, and the next flow run of this job brings it.
     """
@@ -130,13 +130,16 @@ def again(life: "Life") -> dict[str, Any]:
     """A finished run: nothing to do, the same line."""
     assert life.run.final is not None
     life.progress.say(f"run {life.run.record.run} is complete: nothing is left to train")
-    life.tracker.replay(life.run.job.limits.drain)
+    if life.run.owned:
+        life.tracker.replay(life.run.job.limits.drain)
     if _behind(life.run.places):
-        _drain_object(life, life.run.job.limits.drain)
+        drain_object(life, life.run.job.limits.drain)
     final, past = life.run.final, history.read(life.run.places)
-    if life.tracker.promotion is not None:  # it had to wait for MLflow when the run ended
-        final = final | {"promotion": life.tracker.promotion.model_dump(mode="json")}
+    promoted = life.tracker.promotion or life.promotion
+    if promoted is not None:  # it had to wait for MLflow when the run ended, or was not wished then
+        final = final | {"promotion": promoted.model_dump(mode="json")}
         atomic.write(life.run.places.final, (json.dumps(final) + "\n").encode())
+        life.far.tell_end()
         reporting.attempt(life.reporter, past, final, life.journal.record, life.publish)
     outcome.deliver(final)
     _take_leave(life, final, past)

@@ -5,6 +5,7 @@ All of it is asked before anything trains, and with a limit of time. Later only 
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -76,10 +77,10 @@ class Far:
             return False
         return True
 
-    def bring(self, uri: str, key: Key) -> Path:
+    def bring(self, uri: str, key: Key, until: float | None = None) -> Path:
         """Bring a checkpoint (`uri` ends with its folder) to the local tier, every byte proven; where it is then.
 
-        Raises NotThere, Damaged, StoreUnavailable, and ValueError for what the user must mend.
+        It is given up `until` then (`time.monotonic`); what has come is used by the next try. Raises NotThere, Damaged, StoreUnavailable, and ValueError for what the user must mend.
         """
         run = uri.removesuffix(f"/checkpoints/{key.folder}")
         near = self._places.checkpoint("local", key)
@@ -92,9 +93,10 @@ class Far:
                 shutil.rmtree(left)
         for turn in range(FETCH_TRIES):
             try:
-                _aside(lambda: self._tier_at(run, LOOK_SECONDS).fetch(key, near))
+                seconds = None if until is None else until - time.monotonic()
+                _aside(lambda: self._tier_at(run, LOOK_SECONDS).fetch(key, near), seconds)
             except StoreUnavailable as error:
-                if turn + 1 == FETCH_TRIES:
+                if turn + 1 == FETCH_TRIES or (until is not None and time.monotonic() >= until):
                     raise
                 self._record("object.slow", severity=Severity.medium, text=str(error), checkpoint=key.folder)
             except OSError as error:

@@ -39,6 +39,8 @@ class Promoter:
         status = {"checkpoint": one.checkpoint, "step": one.step, "version": number}
         if not wish.release:
             return Promotion(status="candidate", **status)
+        if wish.unproven:
+            return Promotion(status="waiting", reason=wish.unproven, **status)
         if not wish.refused:
             marks.pin(self._places, one.checkpoint)
 
@@ -68,8 +70,10 @@ class Promoter:
     def _looked_at(self, one: Candidate) -> tuple[bytes, Candidate]:
         """The manifest, and the candidate with the digest of its weights. Raises Gone."""
         try:
-            for tier in ("local", "persistent"):
+            for tier in self._places.tiers:
                 folder = self._places.checkpoints(tier) / one.checkpoint
+                if tier == "object" and not one.digest:
+                    continue  # here is its manifest only
                 if checkpoint.manifest_digest(folder) == one.manifest:
                     manifest = checkpoint.read_manifest_bytes(folder)
                     found = one.digest or weights_digest_of(folder)

@@ -1,22 +1,20 @@
 """Promotion as a run sees it: what is proposed to the registry, and what is released at the end.
 
-Nothing in here waits for MLflow without a limit, and no fault of MLflow or of the probe is one of the training.
+Nothing in here waits for MLflow or a store without a limit, and no fault of theirs, or of the probe, is one of the
+training.
 """
 
-import contextlib
-import subprocess
-import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.core import promotion
 from everstep.core.checkpoint import Key, State
-from everstep.core.errors import Damaged
-from everstep.core.health import Severity
-from everstep.core.promotion import Candidate, Probe, Promotion, Wish
+from everstep.core.errors import Damaged, StoreUnavailable
+from everstep.core.promotion import Candidate, Promotion, Wish
 from everstep.core.recovery import Next
-from everstep.host import closing, process, runs
+from everstep.host import closing, probing, resume
 from everstep.host.runs import Run
 from everstep.store import checkpoint, digest, faults, marks
 from everstep.store.layout import RunPlaces
@@ -25,18 +23,19 @@ from everstep.store.tensors import weights_digest_of
 if TYPE_CHECKING:
     from everstep.host.life import Life
 
-COMMAND = (sys.executable, "-m", "everstep.trainer.reprobe")
-SLICE_SECONDS = 0.2
 
-
-def candidate(run: Run, key: Key, *, digest_too: bool = False) -> Candidate | None:
+def candidate(run: Run, key: Key) -> Candidate | None:
     """A durable checkpoint as the registry is to know it; None if it is no longer there.
 
-    The digest of the weights is computed with `digest_too`, which reads them; else by whoever registers it.
+    It has no digest of its weights yet: whoever reads them computes it.
     """
     places = run.places
-    folder = places.checkpoint("persistent", key)
     try:
+        folder = next(
+            places.checkpoint(tier, key)
+            for tier in ("persistent", "object")
+            if tier in places.tiers and checkpoint.manifest_digest(places.checkpoint(tier, key))
+        )
         manifest = checkpoint.read_manifest(folder)
         return Candidate(
             job=run.record.name,
@@ -45,96 +44,112 @@ def candidate(run: Run, key: Key, *, digest_too: bool = False) -> Candidate | No
             step=key.step,
             uri=places.uri(_most_durable(places, key), key.folder),
             manifest=digest.of_bytes(checkpoint.read_manifest_bytes(folder)),
-            digest=weights_digest_of(folder) if digest_too else "",
             dataset=manifest.dataset_fingerprint or run.record.dataset_fingerprint,
             metrics=manifest.metrics,
         )
-    except (Damaged, FileNotFoundError):
+    except (Damaged, FileNotFoundError, StopIteration):
         return None
 
 
 def promote(life: "Life") -> Promotion | None:
     """At the end of a run that is done: its best checkpoint is candidate and, if the job says so, in production.
 
-    None for a run that has not come to its end, or whose copies have not landed. Never raises because of MLflow.
+    A run that was complete before, and is only now to be released, is. None for a run that has not come to its end,
+    or whose copies have not landed, or in which nothing is left to do. Never raises because of MLflow or a store.
     """
-    if life.run.final is not None or life.decision is None or life.decision.next is not Next.finish:
-        return None
-    if not closing.landed(life):
+    late = life.run.final is not None
+    if late:
+        if not _is_owed(life.run) or life.tracker.owes_release:
+            return None
+        life.far.look()
+        life.tracker.wake()
+    elif life.decision is None or life.decision.next is not Next.finish or not closing.landed(life):
         return None
     faults.point("promote.begin")
-    until = time.monotonic() + life.run.job.limits.drain
-    chosen = best(life.run)
-    if chosen is None:
-        return None
-    job = life.run.job
-    refused = ""
-    if job.release and (probe := reproduced(life, chosen, until)) and not probe.ok:
-        refused = probe.why
-    wish = Wish(candidate=chosen, release=job.release, best=job.checkpoint.best, refused=refused)
-    life.promotion = life.tracker.promote(wish, until - time.monotonic())
-    life.progress.say(_sentence(life.promotion, job.name))
+    try:
+        life.promotion = _promoted(life, time.monotonic() + life.run.job.limits.drain)
+    finally:
+        life.reading = ""
+    if life.promotion is not None:
+        life.progress.say(_sentence(life.promotion, life.run.job.name))
     return life.promotion
 
 
-def best(run: Run) -> Candidate | None:
-    """The best of the run's verified and durable checkpoints by the job's metric, else the newest."""
-    states = marks.states(run.places)
-    sound = [
-        key
-        for key in closing.good(run.places, "persistent")
-        if {State.verified, State.durable} <= states.get((key.folder, "persistent"), set())
-    ]
-    chosen = promotion.choose(filter(None, (candidate(run, key) for key in sound)), run.job.checkpoint.best)
-    key = Key.parse(chosen.checkpoint) if chosen else None
-    return candidate(run, key, digest_too=True) if key else None
+def _is_owed(run: Run) -> bool:
+    """Whether a complete run is to be released and has not been. What was refused is judged again: it may be well now."""
+    told = (run.final or {}).get("promotion") or {}
+    return run.job.release and run.owned and told.get("status") != "production"
 
 
-def reproduced(life: "Life", chosen: Candidate, until: float) -> Probe:
-    """Compute the checkpoint's loss on the fixed batch in a process of its own, which has ended `until` then."""
-    places = life.run.places
-    answer = places.persistent / "probe.json"
-    answer.unlink(missing_ok=True)
-    claim = max(runs.claims(places).values(), key=lambda one: one.attempt)
-    claim = claim.model_copy(update={"resumed_from": chosen.step, "checkpoint": chosen.checkpoint})
-    folder = places.checkpoints("persistent") / chosen.checkpoint
-    spec, environment = life.supervisor.described(claim, folder)
-    token = f"{life.supervisor.token}/probe"
-    line = spec.model_dump_json().encode() + b"\n"
-    log = places.persistent / "logs" / "probe.log"
-    child = process.spawn([*COMMAND, str(answer)], environment, token, log, stdin=subprocess.PIPE)
+def _promoted(life: "Life", until: float) -> Promotion | None:
+    job = life.run.job
     try:
-        process.tell(child, line)
-        status = _ended(child, until)
-    finally:
-        child.kill_group()
-        child.wait(2.0)
-        child.close()
-        process.sweep(token, 0.0)
-    probe = _told(answer, chosen.checkpoint)
-    if probe is None:
-        how = f"ended with status {status}" if status is not None else "did not end within limits.drain"
-        why = f"its loss on the fixed batch could not be computed: the process {how}; its log is {log}"
-        probe = Probe(checkpoint=chosen.checkpoint, ok=False, why=why)
-    kind = "promotion.probe" if probe.ok else "promotion.mismatch"
-    severity = Severity.low if probe.ok else Severity.high
-    life.journal.record(kind, step=chosen.step, severity=severity, text=probe.why, checkpoint=chosen.checkpoint)
-    return probe
+        chosen, folder = _brought(life, until)
+    except (StoreUnavailable, ValueError) as error:  # a store that is away, or keys that a person must mend
+        return _left_for_later(life, str(error))
+    if chosen is None or folder is None:
+        return None
+    refused = unproven = ""
+    if job.release:
+        probe = probing.reproduced(life, chosen, folder, until)
+        refused, unproven = (probe.why, "") if probe.known else ("", f"{probe.why}; run the same command again.")
+        chosen = _kept_far(life, chosen, until) if probe.ok else chosen
+    wish = Wish(candidate=chosen, release=job.release, best=job.checkpoint.best, refused=refused, unproven=unproven)
+    return life.tracker.promote(wish, until - time.monotonic())
 
 
-def _ended(child: process.Process, until: float) -> int | None:
-    """In slices, so that a cancellation of the flow is heard meanwhile."""
-    while (status := child.wait(SLICE_SECONDS)) is None and time.monotonic() < until:
-        continue
-    return status
+def best(run: Run, without: Collection[str] = ()) -> Candidate | None:
+    """The best of the run's checkpoints that are verified and durable by the job's metric, else the newest.
+
+    On the object tier a commit says both: it comes after the proof of every file.
+    """
+    states = marks.states(run.places)
+    enough = {"persistent": {State.verified, State.durable}, "object": {State.durable}}
+    sound = {
+        key
+        for tier in enough.keys() & run.places.tiers.keys()
+        for key in closing.good(run.places, tier)
+        if enough[tier] <= states.get((key.folder, tier), set()) and key.folder not in without
+    }
+    return promotion.choose(filter(None, (candidate(run, key) for key in sound)), run.job.checkpoint.best)
 
 
-def _told(answer: Path, folder: str) -> Probe | None:
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        probe = Probe.model_validate_json(answer.read_bytes())
-        answer.unlink()
-        return probe if probe.checkpoint == folder else None
-    return None
+def _brought(life: "Life", until: float) -> tuple[Candidate | None, Path | None]:
+    """The best checkpoint with the digest of its weights, and where it stands whole on a disk of this machine.
+
+    One that turns out to be damaged is set aside, and the next best one is taken.
+    """
+
+    def bring(uri: str, key: Key) -> Path:
+        return life.far.bring(uri, key, until)
+
+    lost: set[str] = set()
+    while (chosen := best(life.run, lost)) and (key := Key.parse(chosen.checkpoint)):
+        life.reading = chosen.checkpoint  # retention leaves it where it is
+        folder = resume.near(life.run.places, key, life.journal.record, bring)
+        if folder is not None:
+            return chosen.model_copy(update={"digest": weights_digest_of(folder)}), folder
+        lost.add(chosen.checkpoint)
+    return None, None
+
+
+def _left_for_later(life: "Life", why: str) -> Promotion | None:
+    chosen = best(life.run)
+    if chosen is None:
+        return None
+    why = f"{why.rstrip('.')}; run the same command again to finish it."
+    return Wish(candidate=chosen, release=life.run.job.release).ended("waiting", why)
+
+
+def _kept_far(life: "Life", chosen: Candidate, until: float) -> Candidate:
+    """What may go into production is kept on the object tier for good, and is named there if it arrives in time."""
+    places, key = life.run.places, Key.parse(chosen.checkpoint)
+    if not places.object or key is None:
+        return chosen
+    marks.promote(places, [key])
+    if _most_durable(places, key) != "object":
+        closing.drain_object(life, until - time.monotonic())
+    return chosen.model_copy(update={"uri": places.uri(_most_durable(places, key), key.folder)})
 
 
 def _most_durable(places: RunPlaces, key: Key) -> str:

@@ -86,6 +86,22 @@ def choose(
     return Start(0, None)
 
 
+def near(places: RunPlaces, key: Key, record: Record, bring: Bring) -> Path | None:
+    """A whole copy of one checkpoint on a disk of this machine, brought there if none is; None if no copy is good.
+
+    Raises StoreUnavailable, and ValueError for what the user must mend.
+    """
+    search = _Search(places, record, checkpoint.read_structure(places.persistent), trust_marks=True, bring=bring)
+    for tier in places.tiers:
+        if key in checkpoint.find(places.checkpoints(tier))[0]:
+            start = search.start(key, tier, places.uri(tier, key.folder))
+            if start:
+                return start.folder
+    if search.silent:
+        raise search.silent[0]
+    return None
+
+
 @dataclass
 class _Search:
     """Tries one copy of a checkpoint after the other, and says of each that fails why."""

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,8 @@ class Run:
     final: dict[str, Any] | None
     adopted: bool = False
     """Whether its directory has just been made from what the object tier holds."""
+    owned: bool = False
+    """Whether this process holds its lock. A finished run may be looked at without it."""
 
 
 class Elsewhere(Protocol):
@@ -72,7 +74,7 @@ def own(
         if lock is not None:
             takeover_wish(run.places).unlink(missing_ok=True)
             _say_owner(run.places, flow_run)
-        yield run
+        yield replace(run, owned=lock is not None)
     finally:
         if lock is not None:
             os.close(lock)

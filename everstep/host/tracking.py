@@ -91,7 +91,7 @@ class Tracker:
             {f"everstep.{name}": value for name, value in facts.items()},
             {"config": run.record.config, "seed": run.record.seed},
         )
-        return cls(
+        made = cls(
             run.job.tracking.uri,
             subject,
             run.places.metrics,
@@ -99,6 +99,9 @@ class Tracker:
             promoter=Promoter(run.places),
             mourner=Mourner(run),
         )
+        if not run.job.release:
+            made._wishes = made._wishes.with_no_release()
+        return made
 
     def start(self, *, at_once: bool = True) -> None:
         """Begin to talk: the run is running now. Not `at_once` is after the first step: importing MLflow takes seconds
@@ -112,6 +115,17 @@ class Tracker:
             except OSError as error:
                 self._notice("tracking.unwatched", f"MLflow will not hear if this flow is killed: {error}")
         self._thread.start()
+
+    @property
+    def owes_release(self) -> bool:
+        """Whether a release that nothing but MLflow holds up is still to be told: `replay` does it."""
+        wish = self._wishes.release
+        return wish is not None and wish.release and not wish.unproven
+
+    def wake(self) -> None:
+        """Begin to talk about a run that has ended: nothing is said of its status."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def attempt(self, number: int, resumed_from: int) -> None:
         """An attempt begins."""
@@ -187,10 +201,11 @@ class Tracker:
 
         Waits until the deadline while MLflow answers, else for `AWAY_SECONDS`.
         """
-        if self._file.exists():
-            self._closing = True
-            self._thread.start()
+        if self._file.exists() or self._thread.ident is not None:
+            self.wake()
             with self._changed:
+                self._closing = True
+                self._changed.notify_all()
                 self._wait_while_it_answers(lambda: self._complete, deadline_seconds)
         return self.close(0.0)
 

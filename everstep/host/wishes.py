@@ -25,6 +25,11 @@ class Wishes(Versioned):
         except (OSError, Damaged):
             return cls()
 
+    def with_no_release(self) -> Self:
+        """The same, but for a release that was wished once and is no longer: the checkpoint is registered only."""
+        release = self.release and self.release.model_copy(update={"release": False})
+        return self.model_copy(update={"release": release})
+
     def without(self, told: Self) -> Self:
         """What is left when `told` has been said. Promotions are taken out one by one, when each is fulfilled."""
         tags = {key: value for key, value in self.tags.items() if told.tags.get(key) != value}

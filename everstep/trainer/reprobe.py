@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from everstep.core.errors import StoreUnavailable
 from everstep.core.promotion import Probe as Answer
 from everstep.core.segment import AttemptSpec
 from everstep.store import atomic
@@ -43,6 +44,8 @@ def _answer(spec: AttemptSpec) -> Answer:
         if loss is not None and not math.isfinite(loss):
             return Answer(checkpoint=name, ok=False, why=f"its loss on a fixed batch is {loss}")
         return Answer(checkpoint=name, ok=True, loss=loss)
+    except StoreUnavailable as error:  # unknown is not failed
+        return Answer(checkpoint=name, ok=False, known=False, why=str(error))
     except Exception as error:  # noqa: BLE001 - the process edge: it is the answer, with its traceback in the log
         traceback.print_exception(error)
         return Answer(checkpoint=name, ok=False, why=cause_of(error, vitals.phase, 0, spec.resumed_from).message)
