@@ -1,4 +1,4 @@
-"""Checkpoints: manifest, structure, states, which one to resume from, and which ones to keep.
+"""Checkpoints: manifest, structure, states, and which one to resume from. Which ones to keep: `core.retention`.
 
 Commit rule: the manifest is written last. A folder without a manifest that verifies is not a checkpoint.
 Layout on every tier: `<tier>/<name>/<run>/checkpoints/step-<8 digits>.a<attempt>/`.
@@ -14,7 +14,7 @@ States of one checkpoint on one tier, and who sets them:
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
@@ -239,41 +239,3 @@ def abandoned(key: Key, claims: Mapping[int, int]) -> bool:
 def candidates(keys: Iterable[Key], claims: Mapping[int, int]) -> list[Key]:
     """The checkpoints that may be resumed from, best first: not abandoned, newest step, newest attempt."""
     return sorted((key for key in set(keys) if not abandoned(key, claims)), reverse=True)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """One checkpoint on one tier, as retention sees it."""
-
-    key: Key
-    verified: bool = False
-    quarantined: bool = False
-    in_use: bool = False
-    pinned: bool = False
-    copied: bool = True
-    metric: float | None = None
-
-
-def removable(tier: Sequence[Kept], keep: int, claims: Mapping[int, int], best_mode: str = "min") -> list[Key]:
-    """The checkpoints that retention may delete from a tier.
-
-    Kept are: the newest `keep` verified ones, every one that is newer than the newest verified (it may still be
-    judged), the best by its metric, pinned ones, those being copied or read, those with no copy elsewhere yet, and
-    quarantined ones (evidence). With nothing verified, nothing is deleted.
-    """
-    good = sorted((one for one in tier if one.verified and not one.quarantined), key=lambda one: one.key, reverse=True)
-    current = [one for one in good if not abandoned(one.key, claims)]
-    if not current:
-        return []
-    newest = {one.key for one in current[:keep]}
-    measured = [one for one in current if one.metric is not None and one.metric == one.metric]
-    sign = 1.0 if best_mode == "min" else -1.0
-    best = min(measured, key=lambda one: (sign * (one.metric or 0.0), -one.key.step), default=None)
-    return [
-        one.key
-        for one in sorted(tier, key=lambda one: one.key)
-        if one.key not in newest
-        and (one.key < current[0].key or abandoned(one.key, claims))
-        and not (one.quarantined or one.in_use or one.pinned or not one.copied)
-        and not (best is not None and one.key == best.key)
-    ]

@@ -45,10 +45,10 @@ class Copier(Courier):
 
     def _work(self) -> bool:
         resumed = {number: claim.resumed_from for number, claim in runs.claims(self.places).items()}
-        if keys := pending(self.places, resumed, self.spec.keep):
+        if keys := pending(self.places, resumed, self.spec.policy):
             self._advertise(keys)
             self._bring(self._choose(keys))
-        elif keys := unmarked(self.places, resumed, self.spec.keep):
+        elif keys := unmarked(self.places, resumed, self.spec.policy):
             self._adopt(self._choose(keys))
         else:
             self._advertise([])

@@ -13,7 +13,7 @@ from pydantic import Field, SecretStr
 
 from everstep.core.checkpoint import Key, State
 from everstep.core.errors import EverstepError
-from everstep.core.job import Best
+from everstep.core.job import CheckpointPolicy
 from everstep.core.record import Versioned
 from everstep.store import checkpoint, jsonl, marks
 from everstep.store.layout import RunPlaces
@@ -43,8 +43,7 @@ class CopierSpec(Versioned):
     local_dir: str
     object_uri: str | None = None
     access: dict[str, Any] | None = Field(None, repr=False)
-    keep: int = 3
-    best: Best | None = None
+    policy: CheckpointPolicy = CheckpointPolicy()
     parent_pid: int
 
     @property

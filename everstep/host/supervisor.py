@@ -262,8 +262,7 @@ class Supervisor:
             run=self._run.run,
             run_dir=str(places.persistent.absolute()),
             local_dir=str(places.local.absolute()),
-            keep=self._job.checkpoint.keep,
-            best=self._job.checkpoint.best,
+            policy=self._job.checkpoint,
             parent_pid=os.getpid(),
         )
 

@@ -48,13 +48,13 @@ class Uploader(Courier):
         self._begin()
         self._say_who()
         resumed = {number: claim.resumed_from for number, claim in runs.claims(self.places).items()}
-        keys = outbound(self.places, resumed, self.spec.keep, proven=not self.thorough)
+        keys = outbound(self.places, resumed, self.spec.policy, proven=not self.thorough)
         if keys := [key for key in keys if self._source(key)]:
             self._advertise(keys)
             self._bring(self._choose(keys))
             return True
         self._advertise([])
-        for key in retention.removable_far(self.places, self.spec.keep, self.spec.best, resumed):
+        for key in retention.removable_far(self.places, self.spec.policy, resumed):
             freed = self._tier.remove(key)
             mirror.forget(self.places, key)
             self.report("checkpoint.removed", "", key, "object", bytes=freed)

@@ -4,10 +4,13 @@ A mark is about one committed manifest. `verified` and `durable` count only whil
 that was marked; `quarantined` counts until somebody removes the mark.
 """
 
+import fcntl
 import json
+import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from everstep.core.checkpoint import Key, Mark, State, Verification
@@ -121,14 +124,35 @@ def promotions(places: RunPlaces) -> list[Key]:
 
 
 def pin(places: RunPlaces, folder: str) -> None:
-    """Keep a checkpoint, whatever retention allows: it was to go into production."""
-    if folder not in (known := pinned(places)):
-        atomic.write(_pinned(places), json.dumps(sorted({*known, folder})).encode())
+    """Keep a checkpoint, whatever retention allows: a person said so, or it was to go into production."""
+    with _changing(_pinned(places)):
+        if folder not in (known := pinned(places)):
+            atomic.write(_pinned(places), json.dumps(sorted({*known, folder})).encode())
+
+
+def unpin(places: RunPlaces, folder: str) -> None:
+    """Leave a checkpoint to retention again."""
+    with _changing(_pinned(places)):
+        if folder in (known := pinned(places)):
+            atomic.write(_pinned(places), json.dumps(sorted(known - {folder})).encode())
 
 
 def pinned(places: RunPlaces) -> set[str]:
     """The folders that retention leaves alone."""
     return {key.folder for key in _keys(_pinned(places))}
+
+
+def give_up(places: RunPlaces, keys: Iterable[Key]) -> None:
+    """Say that these were removed from the persistent tier to make room, so that no copier brings them there again."""
+    near = set(checkpoint.find(places.checkpoints("local"))[0])
+    known = {*given_up(places), *keys}
+    if known:
+        atomic.write(_given_up(places), json.dumps([key.folder for key in sorted(known & near)]).encode())
+
+
+def given_up(places: RunPlaces) -> set[Key]:
+    """The checkpoints that made room on the persistent tier and may still be on the local one."""
+    return set(_keys(_given_up(places)))
 
 
 def _put(places: RunPlaces, folder: str, tier: str, state: State, digest: str, why: str = "") -> None:
@@ -142,6 +166,21 @@ def _folder(places: RunPlaces) -> Path:
 
 def _pinned(places: RunPlaces) -> Path:
     return places.persistent / "pinned.json"
+
+
+def _given_up(places: RunPlaces) -> Path:
+    return places.persistent / "given-up.json"
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """One at a time reads a list and writes it anew: a person and a flow may both pin at once."""
+    handle = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _promote(places: RunPlaces) -> Path:

@@ -1,33 +1,20 @@
-"""Properties of choosing, abandoning and keeping checkpoints."""
+"""Properties of choosing and abandoning checkpoints."""
 
 import hashlib
 import json
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from everstep.core.checkpoint import Kept, Key, Manifest, abandoned, candidates, removable
+from everstep.core.checkpoint import Key, Manifest, abandoned, candidates
 from everstep.core.dataset import FileEntry
 from everstep.core.errors import Damaged
 
 steps, attempts = st.integers(0, 12), st.integers(1, 5)
 keys = st.builds(Key, steps, attempts)
 claims = st.dictionaries(attempts, steps, max_size=5)
-kept = st.builds(
-    Kept,
-    keys,
-    verified=st.booleans(),
-    quarantined=st.booleans(),
-    in_use=st.booleans(),
-    pinned=st.booleans(),
-    copied=st.booleans(),
-    metric=st.none() | st.floats(allow_nan=True),
-)
-tiers = st.lists(kept, max_size=12, unique_by=lambda one: one.key)
-keeps = st.integers(1, 4)
 
 
 @given(keys)
@@ -73,44 +60,6 @@ def test_whoever_resumes_from_the_best_candidate_keeps_all_that_led_to_it(moves)
         living = candidates(saved, claimed)
         assert len({key.step for key in living}) == len(living)
         assert living[0] == Key(start.step + saves, attempt)
-
-
-@given(tiers, keeps, claims, st.sampled_from(["min", "max"]))
-def test_retention_keeps_what_it_must(tier, keep, claims, mode):
-    gone = set(removable(tier, keep, claims, mode))
-    by_key = {one.key: one for one in tier}
-    good = [one for one in tier if one.verified and not one.quarantined and not abandoned(one.key, claims)]
-    good.sort(key=lambda one: one.key, reverse=True)
-    assert gone <= by_key.keys()
-    assert not gone & {one.key for one in good[:keep]}
-    for key in gone:
-        one = by_key[key]
-        assert one.copied
-        assert not any((one.quarantined, one.in_use, one.pinned))
-        assert good
-        assert key < good[0].key or abandoned(key, claims)
-    measured = [one for one in good if one.metric is not None and not math.isnan(one.metric)]
-    if measured:
-        best = (min if mode == "min" else max)(one.metric for one in measured)
-        assert any(one.metric == best and one.key not in gone for one in measured)
-
-
-@given(tiers, keeps, claims)
-def test_retention_has_nothing_more_to_do_after_it_was_done(tier, keep, claims):
-    gone = set(removable(tier, keep, claims))
-    left = [one for one in tier if one.key not in gone]
-    assert removable(left, keep, claims) == []
-
-
-@given(tiers, keeps, claims)
-def test_retention_does_remove_old_verified_ones(tier, keep, claims):
-    """Otherwise the tier would fill: what is verified, old and free goes."""
-    free = [Kept(one.key, verified=True) for one in tier]
-    living = candidates([one.key for one in free], claims)
-    if living:
-        assert set(removable(free, keep, claims)) == {one.key for one in free} - set(living[:keep])
-    else:
-        assert removable(free, keep, claims) == []
 
 
 def manifest(**changed):

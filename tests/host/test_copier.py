@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 import fabric
 
 from everstep.core.checkpoint import Key, State, Verification
+from everstep.core.job import CheckpointPolicy
 from everstep.host.backlog import pending, unmarked
 from everstep.host.copier import Copier, CopierSpec
 from everstep.store import checkpoint, jsonl, marks
@@ -41,7 +42,7 @@ def spec(places, keep=3, parent=None):
         run=fabric.RUN,
         run_dir=str(places.persistent),
         local_dir=str(places.local),
-        keep=keep,
+        policy=CheckpointPolicy(keep=keep),
         parent_pid=os.getpid() if parent is None else parent,
     )
 
@@ -123,7 +124,7 @@ def test_the_end_of_input_means_finish_what_is_pending_and_leave(places):
     with copier(places) as process:
         assert finish(process) == 0
     assert all(is_durable(places, key) for key in keys)
-    assert pending(places, {1: 0}, 3) == []
+    assert pending(places, {1: 0}, CheckpointPolicy(keep=3)) == []
 
 
 def test_no_line_means_leave_quietly():
@@ -137,7 +138,7 @@ def test_a_copier_killed_anywhere_is_taken_up_by_the_next(places, tmp_path, poin
     with copier(places, [{"point": point}], tmp_path) as process:
         assert process.wait(PATIENCE) == -signal.SIGKILL
     assert not is_durable(places, key)
-    assert pending(places, {1: 0}, 3) == [key]
+    assert pending(places, {1: 0}, CheckpointPolicy(keep=3)) == [key]
     assert marks.copying(places) == {key}
     with copier(places) as process:
         assert finish(process) == 0
@@ -267,7 +268,7 @@ def test_abandoned_and_overtaken_ones_are_not_copied(places):
         save(places, step)
     save(places, 40, attempt=2)
     fabric.claim(places, 2, resumed_from=30)
-    assert pending(places, {1: 0, 2: 30}, 2) == [Key(30, 1), Key(40, 2)]
+    assert pending(places, {1: 0, 2: 30}, CheckpointPolicy(keep=2)) == [Key(30, 1), Key(40, 2)]
     with copier(places, keep=2) as process:
         assert finish(process) == 0
     assert checkpoint.find(places.checkpoints("persistent"))[0] == [Key(30, 1), Key(40, 2)]
@@ -283,7 +284,7 @@ def test_it_works_when_only_the_persistent_checkpoints_are_left(places):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     places.structure.write_text(fabric.structure().to_json())
     shutil.rmtree(places.local)
-    assert unmarked(places, {}, 3) == [good, bad]
+    assert unmarked(places, {}, CheckpointPolicy(keep=3)) == [good, bad]
     with copier(places) as process:
         assert finish(process) == 0
     assert marks.states(places) == {
@@ -308,7 +309,7 @@ def test_one_that_cannot_be_copied_holds_up_no_other(places):
         until(lambda: is_durable(places, free))
         assert process.poll() is None
     assert "foreign is not part of the checkpoint; move it away" in rows(places, "copier.error")[0]["text"]
-    assert pending(places, {1: 0}, 3) == [stuck]
+    assert pending(places, {1: 0}, CheckpointPolicy(keep=3)) == [stuck]
 
 
 def test_while_nothing_changes_nothing_but_a_glance_is_taken(places, monkeypatch):
@@ -343,7 +344,7 @@ def test_pending_is_a_part_of_what_is_here_and_not_there(tmp_path_factory, local
                 marks.durable(places, folder.name, tier, checkpoint.manifest_digest(folder))
     for step in bad:
         marks.quarantine(places, Key(step, 1).folder, "local", "bad")
-    found = [key.step for key in pending(places, {1: 0, 2: resumed}, keep)]
+    found = [key.step for key in pending(places, {1: 0, 2: resumed}, CheckpointPolicy(keep=keep))]
     assert found == sorted(found)
     assert set(found) <= local - far - bad
     assert all(step <= resumed for step in found)

@@ -18,6 +18,7 @@ from rigs.proxy import Fault
 
 from everstep.core.checkpoint import AttemptClaim, Key, RunRecord, State, Verification
 from everstep.core.errors import Fenced
+from everstep.core.job import CheckpointPolicy
 from everstep.host import runs
 from everstep.host.backlog import outbound
 from everstep.host.copier import CopierSpec
@@ -58,7 +59,7 @@ def spec(places, keep=3, parent=0, **more):
         run_dir=str(places.persistent),
         local_dir=str(places.local),
         object_uri=places.object,
-        keep=keep,
+        policy=CheckpointPolicy(keep=keep),
         parent_pid=parent,
         **more,
     )
@@ -84,7 +85,7 @@ def is_durable(places, key):
 
 def test_the_newest_goes_first_and_only_what_is_kept_goes_at_all(places, uploader):
     keys = [save(places, step) for step in (10, 20, 30, 40, 50)]
-    assert outbound(places, {1: 0}, 3) == [keys[4], keys[3], keys[2]]
+    assert outbound(places, {1: 0}, CheckpointPolicy(keep=3)) == [keys[4], keys[3], keys[2]]
     assert uploader.turn()
     assert there(places) == [keys[4]]
     finish(uploader)
