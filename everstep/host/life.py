@@ -1,7 +1,6 @@
 """The life of a run in one flow process: what each step of `flows.train` does. No order in here, and no Prefect."""
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +21,11 @@ from everstep.core.recovery import Decision, History, Next, Past
 from everstep.core.recovery import decide as judge
 from everstep.core.segment import AttemptEnd, Cause, CauseKind, Heartbeat, Outcome, SegmentResult
 from everstep.core.summary import RunReport
-from everstep.host import closing, code, jobs, process, promotion, reporting, resume, retention, runs, staging
+from everstep.host import closing, code, jobs, process, promotion, reporting, resume, runs, staging
 from everstep.host.cadence import Pacer
 from everstep.host.far import Far, elsewhere
 from everstep.host.gate import Gatekeeper
+from everstep.host.housekeeper import Housekeeper
 from everstep.host.journal import Journal
 from everstep.host.observer import Observer
 from everstep.host.progress import Progress
@@ -85,7 +85,7 @@ class Life:
     gate: Gatekeeper = field(init=False)
     far: Far = field(init=False)
     reading: str = ""  # the checkpoint that the ranks may still be loading
-    keeping: threading.Lock = field(default_factory=threading.Lock)
+    housekeeper: Housekeeper = field(init=False)
 
     @cached_property
     def reporter(self) -> reporting.Reporter:
@@ -100,15 +100,7 @@ class Life:
 
     def keep(self) -> None:
         """Delete what retention allows on every tier."""
-        policy, places = self.run.job.checkpoint, self.run.places
-        resumed = {number: claim.resumed_from for number, claim in runs.claims(places).items()}
-        in_use = {self.reading} if self.reading else set()
-        with self.keeping:
-            swept = retention.apply(places, policy, resumed, in_use)
-        for one in swept.removed:
-            self.journal.record(
-                "checkpoint.removed", checkpoint=one.folder, tier=one.tier, bytes=one.bytes, why=one.why
-            )
+        self.housekeeper.keep()
 
     def landed(self, key: Key, uri: str) -> None:
         """A newer checkpoint is durable: MLflow hears of it, and older ones may go, also in a long segment."""
@@ -314,6 +306,10 @@ def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Jou
     )
     life.far = Far(run.places, staged.access, journal.record)
     observer.landed = life.landed
+    life.housekeeper = Housekeeper(
+        run.places, run.job.checkpoint, journal.record, lambda: {life.reading} if life.reading else set()
+    )
+    observer.tend = life.housekeeper.make_room
     life.gate = Gatekeeper(run.job, run.places, staged.staged, supervisor.token, journal.record)
     return life
 

@@ -29,6 +29,7 @@ class Observer:
 
     def __init__(self, places: RunPlaces, record: Callable[..., None]) -> None:
         self.landed: Callable[[Key, str], None] = lambda _key, _uri: None
+        self.tend: Callable[[], None] = lambda: None
         self.durable_step = 0
         self.durable: Key | None = None
         self._landed = ""
@@ -42,6 +43,7 @@ class Observer:
             "local": Tail(places.persistent / "save-errors.jsonl"),
             "": Tail(places.persistent / "copier.jsonl"),
         }
+        self._removals = Tail(places.persistent / "copier.jsonl")
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="everstep-observer", daemon=True)
@@ -50,7 +52,7 @@ class Observer:
         """Learn what is there already, then watch."""
         self._known = self._present()
         self._note_durable()
-        for _ in self._failed_since():
+        for _ in (*self._failed_since(), *self._removed_since()):
             pass  # an earlier flow run has told of these
         self._thread.start()
 
@@ -88,6 +90,10 @@ class Observer:
                 self._tell(folder, tier, state)
             self._known |= present
             self._note_durable()
+            for row in self._removed_since():
+                key = Key.parse(str(row.get("checkpoint")))
+                told = {name: row.get(name) for name in ("checkpoint", "tier", "bytes")}
+                self._record("checkpoint.removed", step=key.step if key else None, text=str(row.get("text")), **told)
             for tier, row in self._failed_since():
                 text = str(row.get("error") or row.get("text"))
                 self._record("checkpoint.failed", step=row.get("step"), severity=Severity.high, text=text, tier=tier)
@@ -99,6 +105,11 @@ class Observer:
                 1000, lambda _row: 1, lambda row: row.get("kind", "copier.error") == "copier.error"
             ):
                 yield from ((tier or str(row.get("tier", "")), row) for row in rows)
+
+    def _removed_since(self) -> Iterator[Row]:
+        """What the uploader has removed from the object tier since the last look."""
+        for rows in self._removals.batches(1000, lambda _row: 1, lambda row: row.get("kind") == "checkpoint.removed"):
+            yield from rows
 
     def _tell(self, folder: str, tier: str, state: State) -> None:
         key = Key.parse(folder)
@@ -135,6 +146,7 @@ class Observer:
         while not self._over.wait(LOOK_SECONDS):
             try:
                 self.look()
+                self.tend()
                 self._takeover = takeover_wish(self._places).exists()
             except (OSError, EverstepError):  # a tier that does not answer now may answer later: unknown is not failed
                 time.sleep(LOOK_SECONDS)

@@ -28,6 +28,8 @@ NEWS = {
     "leftovers.killed": "processes of an earlier flow run were still there; they are ended",
     "lease.unwritten": "the run directory takes nothing now, training goes on as far as its lease reaches: {}",
     "copier.died": "{}; it is started again",
+    "space.low": "{}",
+    "retention.failed": "{}",
     "tracking.away": "MLflow does not answer, training goes on and MLflow is told later: {}",
     "tracking.back": "MLflow answers again",
 }

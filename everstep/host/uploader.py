@@ -54,10 +54,11 @@ class Uploader(Courier):
             self._bring(self._choose(keys))
             return True
         self._advertise([])
-        for key in retention.removable_far(self.places, self.spec.policy, resumed):
-            freed = self._tier.remove(key)
-            mirror.forget(self.places, key)
-            self.report("checkpoint.removed", "", key, "object", bytes=freed)
+        for fate in retention.plan_far(self.places, self.spec.policy, resumed):
+            if not fate.keeps:
+                freed = self._tier.remove(fate.key)
+                mirror.forget(self.places, fate.key)
+                self.report("checkpoint.removed", fate.why, fate.key, "object", bytes=freed)
         self._send_history()
         return False
 
