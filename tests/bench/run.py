@@ -25,6 +25,7 @@ import agreement
 import boundaries
 import objects
 import recovery
+import saving
 import staging
 from flow import ROOT, Lab
 from recovery import Kills
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument(
         "--only",
-        choices=("boundaries", "agreement", "recovery", "staging", "objects"),
+        choices=("boundaries", "agreement", "recovery", "saving", "staging", "objects"),
         help="one part; writes no results",
     )
     arguments = parser.parse_args()
@@ -51,6 +52,7 @@ def main() -> int:
         "boundaries": _boundaries,
         "agreement": _agreement,
         "recovery": _recovery,
+        "saving": _saving,
         "staging": _staging,
         "objects": _objects,
     }
@@ -163,7 +165,24 @@ def _staging(_lab: Lab, *, quick: bool) -> dict[str, float]:
     return staging.measure(3 if quick else 7, staging.QUICK if quick else staging.SIZES)
 
 
+def _saving(lab: Lab, *, quick: bool) -> dict[str, float]:
+    _say("saves of states of several sizes against memcpy, torch.save, DCP and safetensors")
+    return saving.measure(lab.folder, RESULTS.with_name("saving.svg"), quick=quick)
+
+
 NOTES = {
+    **{
+        f"save_stall_{size}_over_memcpy": "training stands still for a save copied at once, over a prefaulted memcpy; aim: 1.2"
+        for size in ("64mb", "256mb", "1gb", "4gb")
+    },
+    "save_stall_1gb_overlapped_over_memcpy": "the same, copied beside the next forward and backward; aim: under 1",
+    "save_stall_4gb_overlapped_over_memcpy": "the same, copied beside the next forward and backward; aim: under 1",
+    "save_stall_4gb_over_torch_save": "overlapped, over torch.save of the same state; aim: 1/20",
+    "throughput_dip": "steps of one computing thread while a checkpoint is written, over those while none is",
+    "write_over_disk": "rate of the writer, hashing and committing, over plain writes and a sync of the same bytes",
+    "verify_over_blake3": "rate of verifying, over reading and hashing the same files from the disk; aim: 0.8",
+    "load_over_torch_load": "time to load, every byte proven, over torch.load(weights_only=True), page cache warm",
+    "snapshot_peak_over_state": "memory of all snapshots over the state; at most 2",
     "promote_ms": "local commit of 10 MB to its commit on the object tier: verified, copied, sent, read back",
     "load_before": "processes that wanted a processor; above 0 others were at work",
     "load_after": "the bench itself and others",
