@@ -1,4 +1,4 @@
-"""Look at a run in its directory, while it trains or long after: `open_run(path)`. Changes nothing there."""
+"""Look at a run in its directory, while it trains or long after: `open_run(path)`. Only pins change anything there."""
 
 import html
 import json
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.core.chronicle import Chronicle, Held, Row
+from everstep.core.job import CheckpointPolicy
 from everstep.core.ledger import Event
 from everstep.core.words import size
-from everstep.host import history, runs
+from everstep.host import history, pruning, runs
 from everstep.report import text
 from everstep.store.layout import RunPlaces
 
@@ -27,7 +28,7 @@ def open_run(path: str | Path) -> "RunView":
         if not known:
             raise ValueError(f"{path}: there is no run here; give the run_dir of a result, or its parent folder.")
         folder = folder / known[-1].run
-    return RunView(_places(folder))
+    return RunView(places_of(folder))
 
 
 class RunView:
@@ -94,6 +95,25 @@ class RunView:
         ]
         return _frame(rows, index="checkpoint")
 
+    def retention(self) -> Any:
+        """What the run's policy keeps on each tier and what it removes, with the reason, as a pandas data frame.
+
+        The files are looked at now, and nothing is changed. Where the policy is not known any more, the default counts.
+        """
+        lines = pruning.explain(self.places, pruning.policy_of(self.places) or CheckpointPolicy())
+        return _frame([line._asdict() for line in lines], index="checkpoint")
+
+    def pin(self, step: int) -> str:
+        """Keep the checkpoint of a step on every tier, whatever the policy says; its name.
+
+        A run that is being trained heeds it, too. Raises ValueError if there is no such checkpoint.
+        """
+        return pruning.pin(self.places, step)
+
+    def unpin(self, step: int) -> list[str]:
+        """Leave the checkpoint of a step to the policy again; its names. Raises ValueError if it was not pinned."""
+        return pruning.unpin(self.places, step)
+
     @cached_property
     def _rows(self) -> list[Row]:
         return history.rows(self.places)
@@ -136,7 +156,7 @@ def _frame(rows: list[dict[str, Any]], index: str = "step") -> Any:
     return pd.DataFrame(rows or [{index: None}]).set_index(index)[: len(rows)]
 
 
-def _places(folder: Path) -> RunPlaces:
+def places_of(folder: Path) -> RunPlaces:
     """The run's places, with the other tiers as its last owner named them."""
     try:
         owner = json.loads((folder / "owner.json").read_bytes())

@@ -6,8 +6,7 @@ Deleted is only what this run wrote: a real folder with a checkpoint's name and 
 folder (never committed) of an attempt that a newer one has replaced. A folder is renamed to a dot-name first, so that
 one that is half deleted is never taken for a checkpoint. Symbolic links are never followed.
 
-`python -m everstep.host.retention <run_dir>` shows what the run's policy keeps and removes, and why; with `--apply` it
-removes it, with `--pin STEP` and `--unpin STEP` it changes what is kept for good.
+What people ask of it (what stays and why, pins) is in `everstep.host.pruning`.
 """
 
 import os
@@ -67,7 +66,7 @@ def plan(
     for tier in TIERS:
         kept = held(places, tier, policy.best, busy, waiting)
         fates = Retention.of(policy, tier).judge(kept, resumed, (shed or {}).get(tier, 0))
-        told += [(tier, fate) for fate in fates]
+        told += [(tier, _named(places, tier, fate)) for fate in fates]
     newest = max(resumed, default=0)
     evidence = {place for place, states in marks.states(places).items() if State.quarantined in states}
     for tier, key in torn(places):
@@ -139,6 +138,13 @@ def torn(places: RunPlaces) -> list[tuple[str, Key]]:
         found += [(tier, key) for key in unfinished if key not in sources]
         sources |= set(committed)
     return found
+
+
+def _named(places: RunPlaces, tier: str, fate: Fate) -> Fate:
+    """A local one that goes without ever having been copied says so: it was overtaken, and is nowhere else."""
+    if fate.keeps or tier != "local" or checkpoint.manifest_digest(places.checkpoint("persistent", fate.key)):
+        return fate
+    return replace(fate, why=f"{fate.why}; it was never copied to the persistent tier")
 
 
 def _remove(places: RunPlaces, tier: str, key: Key) -> int:

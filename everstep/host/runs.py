@@ -80,6 +80,17 @@ def own(
             os.close(lock)
 
 
+@contextmanager
+def alone(places: RunPlaces) -> Iterator[bool]:
+    """Whether nobody trains the run; if so, nobody can begin to for the length of the block."""
+    lock = _lock(places.persistent / "owner.lock", wait=False)
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
 def takeover_wish(places: RunPlaces) -> Path:
     """The file by which another flow run asks the owner to save and leave."""
     return places.persistent / "takeover"
