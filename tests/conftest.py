@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,26 @@ def pytest_runtest_makereport(item, call):
     if report.skipped and "make test-setup" in str(report.longrepr) and "CI" in os.environ:
         report.outcome = "failed"
     return report
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[..., None]]:
+    """Mount file systems: `mount(folder, "-t", "tmpfs", "-o", "size=1m", "tmpfs")`. Skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def do(folder: Path, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
+        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+        if folder not in mounted:
+            mounted.append(folder)
+
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    yield do
+    for folder in reversed(mounted):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,30 +1,6 @@
 """Places that are full or closed: one sentence, exit 1, nothing committed lost, and the run goes on when mended."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
-
-
-@pytest.fixture
-def mount(tmp_path):
-    """Mount small file systems; skips where that is not allowed."""
-    mounted: list[Path] = []
-
-    def do(folder: Path, *options: str) -> None:
-        folder.mkdir(exist_ok=True)
-        done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
-        if folder not in mounted:
-            mounted.append(folder)
-
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount")
-    yield do
-    for folder in reversed(mounted):
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def small(size: str) -> tuple[str, ...]:
