@@ -213,6 +213,8 @@ def verify(life: Life, result: SegmentResult) -> str:
         return str(error)
     if outcome.ok:
         marks.verified(places, result.checkpoint, tier, outcome)
+        if tier == "persistent":  # the local tier was full: there it is durable already
+            marks.durable(places, result.checkpoint, tier, outcome.manifest_digest)
         return f"{result.checkpoint} verified: {outcome.bytes:,} bytes"
     if not folder.exists():
         return f"{result.checkpoint} was removed by retention before it was read"

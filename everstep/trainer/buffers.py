@@ -126,7 +126,7 @@ class Pool:
             buffer = Buffer(size, pinned=self._pinned)
         except OSError as error:
             self.why_one = f"there is no memory for a second snapshot ({error.strerror})"
-            return
+            return  # and it is not tried again
         with self._changed:
             self._making = False
             self._all.append(buffer)

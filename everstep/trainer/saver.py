@@ -6,6 +6,7 @@ order; after each they tell each other how it went, on a group of their own, and
 all have written. Two snapshots exist at most: a third waits for a place (phase `save`), or is given up if nothing moves.
 """
 
+import contextlib
 import json
 import queue
 import sys
@@ -99,6 +100,7 @@ class Saver:
         self._given = self._done = 0
         self._moved_at = time.monotonic()
         self._structure_written = False
+        self._told_of_memory = False
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
 
@@ -194,12 +196,20 @@ class Saver:
             return None
         finally:
             save.waited = time.monotonic() - began if most else 0.0
+            self._tell_of_memory()
         return buffer
+
+    def _tell_of_memory(self) -> None:
+        why, self._pool.why_one = self._pool.why_one, ""
+        if why and not self._told_of_memory:
+            self._told_of_memory = True
+            sys.stderr.write(f"everstep: saves wait for one another, as {why}.\n")
 
     def _run(self) -> None:
         """A process edge: what ends this thread is raised again in the training thread."""
         try:
-            self._scribe.start()
+            with contextlib.suppress(OSError):  # asked again, and told, at the first save
+                self._scribe.start()
             while True:
                 save = self._queue.get()
                 self._save(save)
