@@ -49,11 +49,11 @@ def placed(job: TrainJob, storage: type[Block], tracking: type[Block]) -> Iterat
     """
     access = None
     if job.tiers.block:
-        job, access = _with_tiers(job, _load(storage, "tiers", job.tiers.block))  # type: ignore[arg-type]
+        job, access = _with_tiers(job, load(storage, "tiers", job.tiers.block))  # type: ignore[arg-type]
     if not job.tracking.block:
         yield job, access
         return
-    block: TrackingBlock = _load(tracking, "tracking", job.tracking.block)  # type: ignore[assignment]
+    block: TrackingBlock = load(tracking, "tracking", job.tracking.block)  # type: ignore[assignment]
     with _environment(block.environment()):
         yield job.model_copy(update={"tracking": block.tracking()}), access
 
@@ -65,7 +65,15 @@ def _with_tiers(job: TrainJob, block: TiersBlock) -> tuple[TrainJob, Access | No
     return job, s3_access.access(job.s3, keys=block.keys(), allowed_hosts=block.hosts())
 
 
-def _load(kind: type[B], field: str, name: str) -> B:
+def way_of(block: TiersBlock, settings: S3Settings) -> Access | None:
+    """The way to a block's object store; None where its object tier is a folder, or it has none."""
+    if not place.is_object(block.tiers().object or ""):
+        return None
+    return s3_access.access(block.s3(settings), keys=block.keys(), allowed_hosts=block.hosts())
+
+
+def load(kind: type[B], field: str, name: str) -> B:
+    """A block that a job names. Raises ValueError with one plain sentence."""
     try:
         return kind.load(name, _sync=True)  # type: ignore[call-arg, return-value]
     except RuntimeError as error:

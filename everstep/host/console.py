@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
 
     from everstep.core.job import TrainJob
+    from everstep.core.scrub import ScrubJob
 
 COMPLETED, FAILED, USER, STOPPED = 0, 1, 2, 75
 USAGE = {
@@ -34,7 +35,7 @@ EXIT_SECONDS = 10.0
 class Console:
     """A checked job, on its way to the flow. `asked` are the signals that came while Python imported the rest."""
 
-    job: "TrainJob"
+    job: "TrainJob | ScrubJob"
     take_over: bool
     asked: Sequence[int] = ()
 
@@ -67,17 +68,39 @@ def open_console(arguments: Sequence[str], module: str = "flows.train") -> Conso
 
     Leaves with exit code 2 and one sentence for what a person can mend.
     """
+
+    def read() -> "tuple[TrainJob, bool]":
+        from everstep.host import jobs
+
+        file, take_over = _parse(arguments, module)
+        job = jobs.read(file)
+        jobs.check(job, Path.cwd())
+        return job, take_over
+
+    return _open(read)
+
+
+def open_scrub(arguments: Sequence[str]) -> Console:
+    """As `open_console`, for `flows.scrub`: what is to be scrubbed is a job's file or a folder."""
+
+    def read() -> "tuple[ScrubJob, bool]":
+        from everstep.host import scrubbing
+
+        return scrubbing.asked(arguments), False
+
+    return _open(read)
+
+
+def _open(read: "Callable[[], tuple[TrainJob | ScrubJob, bool]]") -> Console:
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
     os.environ.setdefault("DO_NOT_TRACK", "1")  # Prefect would print a notice, and tell others, at its first import
-    from everstep.host import jobs, server
+    from everstep.host import server
 
     _leave_working_directory()
-    file, take_over = _parse(arguments, module)
     try:
-        job = jobs.read(file)
-        jobs.check(job, Path.cwd())
+        job, take_over = read()
         if not _has_api():
             server.start_ahead(server.default_log())
     except (ValueError, OSError) as error:
@@ -135,7 +158,7 @@ def _sentence(error: BaseException, place: str = "") -> str:
     return f"{what}; mend that and run the same command to go on. Nothing committed is lost."
 
 
-def _judge(error: BaseException, job: "TrainJob") -> tuple[str, int]:
+def _judge(error: BaseException, job: "TrainJob | ScrubJob") -> tuple[str, int]:
     """What is said of an exception that ended the flow, and the exit code if the run itself gave none."""
     from everstep.core.errors import EverstepError
     from everstep.host import outcome
@@ -150,11 +173,14 @@ def _judge(error: BaseException, job: "TrainJob") -> tuple[str, int]:
     return f"{text} Nothing committed is lost; run the same command to go on.", FAILED
 
 
-def _has_committed(job: "TrainJob") -> bool:
-    """Whether the job's newest run has a checkpoint to go on from."""
+def _has_committed(job: "TrainJob | ScrubJob") -> bool:
+    """Whether the job's newest run has a checkpoint to go on from. A scrub always goes on from where it was."""
     from everstep.core.errors import Damaged
+    from everstep.core.job import TrainJob
     from everstep.host import runs
 
+    if not isinstance(job, TrainJob):
+        return True
     try:
         known = runs.runs(Path(job.tiers.persistent) / job.name)
     except (OSError, Damaged):

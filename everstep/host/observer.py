@@ -120,7 +120,8 @@ class Observer:
         self._record(
             _KINDS[state], step=key.step if key else None, checkpoint=folder, tier=tier, text=reason, reason=reason
         )
-        if state is State.quarantined and tier == "local" and key and key.attempt == self.attempt:
+        rotted = (folder, tier, State.verified) in self._known  # bytes that were right once are no fault of the training
+        if state is State.quarantined and tier == "local" and key and key.attempt == self.attempt and not rotted:
             self._damaged = folder
 
     def _present(self) -> set[tuple[str, str, State]]:
