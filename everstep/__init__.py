@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from everstep.host.registry import rollback as rollback
     from everstep.store.checkpoint import verify_checkpoint as verify_checkpoint
     from everstep.store.tensors import weights_digest as weights_digest
-    from everstep.trainer.checkpoint import load_checkpoint as load_checkpoint
+    from everstep.trainer.reading import load_checkpoint as load_checkpoint
 
 _HOMES = {
     "TrainJob": "everstep.core.job",
     "open_run": "everstep.host.browse",
     "rollback": "everstep.host.registry",
-    "load_checkpoint": "everstep.trainer.checkpoint",
+    "load_checkpoint": "everstep.trainer.reading",
     "verify_checkpoint": "everstep.store.checkpoint",
     "weights_digest": "everstep.store.tensors",
 }

@@ -12,14 +12,18 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from blake3 import blake3
 
+from everstep.core.box import Box
 from everstep.core.checkpoint import each_once
 from everstep.core.errors import Damaged
 from everstep.store import digest
+
+if TYPE_CHECKING:
+    from everstep.store.wholes import Whole
 
 MODEL = "model/"
 HEADER_LIMIT = 100_000_000  # bytes; the same bound as in the safetensors library
@@ -71,14 +75,19 @@ class Tensor:
 def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, by name. Raises Damaged, naming the file, for a header that is not sound."""
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        if len(start) < 8:
-            raise _damaged(path, f"has {size} bytes, too few for a safetensors file")
-        (length,) = struct.unpack("<Q", start)
-        if length > min(size - 8, HEADER_LIMIT):
-            raise _damaged(path, f"says that its header has {length} bytes, but the file has {size}")
-        text = file.read(length)
+        return header_in(path, file)
+
+
+def header_in(path: Path, file: BinaryIO) -> dict[str, Tensor]:
+    """The same of an open file, which stands at its begin and then at the end of its header."""
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    if len(start) < 8:
+        raise _damaged(path, f"has {size} bytes, too few for a safetensors file")
+    (length,) = struct.unpack("<Q", start)
+    if length > min(size - 8, HEADER_LIMIT):
+        raise _damaged(path, f"says that its header has {length} bytes, but the file has {size}")
+    text = file.read(length)
     tensors = [_tensor(path, name, entry, 8 + length) for name, entry in _entries(path, text)]
     _check_layout(path, tensors, 8 + length, size)
     return {tensor.name: tensor for tensor in tensors}
@@ -142,7 +151,9 @@ def weights_digest(state_dict: Mapping[str, Any]) -> str:
     """
     total = blake3(max_threads=blake3.AUTO)
     for name in sorted(name for name, value in state_dict.items() if hasattr(value, "data_ptr")):
-        tensor = state_dict[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensor = state_dict[name].detach()
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # sharded: the ranks gather it
+        tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
         dtype = word(tensor.dtype)
         total.update(_frame(name, dtype, shape_of(tensor)))
         size = tensor.numel() * tensor.element_size()
@@ -152,35 +163,20 @@ def weights_digest(state_dict: Mapping[str, Any]) -> str:
 
 
 def weights_digest_of(folder: Path) -> str:
-    """`weights_digest` of the model in a checkpoint's folder, read from its files."""
-    tensors: dict[str, tuple[Path, Tensor]] = {}
-    for path in sorted([*folder.glob("rank-0.safetensors"), *folder.glob("rank-0-*.safetensors")]):
-        for name, tensor in read_header(path).items():
-            if name in tensors:
-                raise _damaged(path, f"holds {name} a second time")
-            tensors[name] = (path, tensor)
-    for alias, name in aliases(folder).items():
-        if name not in tensors:
-            raise _damaged(folder / "rank-0.json", f"ties {alias!r} to {name!r}, which is not stored")
-        tensors[alias] = tensors[name]
+    """`weights_digest` of the model in a checkpoint's folder, read from its files; sharded tensors count as wholes."""
+    from everstep.store import contents  # it reads headers by way of this module
+
+    model = contents.model_of(folder)
     total = blake3(max_threads=blake3.AUTO)
-    for name in sorted(name for name in tensors if name.startswith(MODEL)):
-        path, tensor = tensors[name]
-        total.update(_frame(name.removeprefix(MODEL), tensor.dtype, tensor.shape))
-        _add_bytes(total, path, tensor)
+    for name in sorted(model):
+        whole = model[name]
+        total.update(_frame(name, whole.dtype, whole.shape))
+        if len(whole.pieces) == 1:
+            held = whole.pieces[0].held
+            _add_bytes(total, folder / held.path, held.tensor)
+        else:
+            _add_pieces(total, folder, whole)
     return str(total.hexdigest())
-
-
-def aliases(folder: Path) -> dict[str, str]:
-    """Names of tied tensors that rank 0 stored once: each name mapped to the one under which the bytes are."""
-    path = folder / "rank-0.json"
-    try:
-        found = json.loads(path.read_bytes()).get("aliases", {})
-    except (ValueError, AttributeError):
-        raise _damaged(path, "is not a JSON object") from None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise _damaged(path, "has aliases that are not a map of names")
-    return found
 
 
 def word(dtype: Any) -> str:
@@ -189,6 +185,11 @@ def word(dtype: Any) -> str:
     if name not in _WORDS:
         raise ValueError(f"dtype {dtype} has no place in a safetensors file; convert the tensor first")
     return _WORDS[name]
+
+
+def dtype_of(word: str) -> str | None:
+    """The name of the torch dtype whose tensors are stored under safetensors' `word`; None if there is none."""
+    return next((name for name, one in _WORDS.items() if one == word and not name.startswith("complex")), None)
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
@@ -216,6 +217,24 @@ def _add_bytes(total: Any, path: Path, tensor: Tensor) -> None:
                 raise _damaged(path, f"ends before {tensor.name} is complete")
             total.update(buffer[:count])
             left -= count
+
+
+def _add_pieces(total: Any, folder: Path, whole: "Whole") -> None:
+    """A whole's bytes, row by row as they would lie in one file. Rows that lie together in a part are read at once."""
+    pieces = sorted((piece for piece in whole.pieces if piece.box.size), key=lambda piece: piece.box.offset)
+    if all(piece.box.shape[1:] == whole.shape[1:] for piece in pieces):
+        for piece in pieces:
+            _add_bytes(total, folder / piece.held.path, piece.held.tensor)
+        return
+    unit = np.dtype(f"V{BITS[whole.dtype] // 8}")
+    values = np.empty(whole.shape, unit)
+    for piece in pieces:
+        tensor, path = piece.held.tensor, folder / piece.held.path
+        part = np.fromfile(path, unit, count=piece.box.size, offset=tensor.begin)
+        if part.size != piece.box.size:
+            raise _damaged(path, f"ends before {tensor.name} is complete")
+        values[piece.box.within(Box.whole(whole.shape))] = part.reshape(piece.box.shape)
+    total.update(values.tobytes())
 
 
 def _entries(path: Path, text: bytes) -> Iterable[tuple[str, Any]]:

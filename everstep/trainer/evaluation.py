@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.trainer import loader, rng
+from everstep.trainer import loader, rng, sharding
 from everstep.trainer.device import moved
 from everstep.trainer.failure import ProbeMismatch
 from everstep.trainer.program import Program, ProgramError
@@ -31,6 +31,7 @@ def aside(model: nn.Module, key: int | None = None) -> Iterator[None]:
         finally:
             for module, training in modes:
                 module.training = training
+            sharding.settle(model)
 
 
 def evaluate(program: Program) -> dict[str, float]:
@@ -88,7 +89,7 @@ class Probe:
 
     def _loss(self, samples: int) -> float:
         program = self._program
-        with aside(program.model, rng.mix(_PROBE, self._seed)), _same_buffers(program.model):
+        with aside(program.model, rng.mix(_PROBE, self._seed)), same_buffers(program.model):
             if samples not in self._batches:
                 self._batches[samples] = loader.fetcher(program, self._seed)(0, list(range(samples)))
                 rng.seed_all(rng.mix(_PROBE, self._seed))
@@ -96,7 +97,7 @@ class Probe:
 
 
 @contextmanager
-def _same_buffers(model: nn.Module) -> Iterator[None]:
+def same_buffers(model: nn.Module) -> Iterator[None]:
     """After it every buffer is the same object with the same values."""
     kept = [
         (module, name, one, one.detach().clone())
@@ -107,7 +108,8 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, name, one, values in kept:
-            one.copy_(values)
+            with torch.no_grad():
+                one.copy_(values)
             setattr(module, name, one)
 
 

@@ -4,6 +4,8 @@ Every chunk's loss is weighted with its share of the step's samples before `back
 One flat buffer for each dtype and device holds all parameters in their order; what a rank lacks counts as zero. Flags
 in the same buffer tell whether any rank has a gradient for a parameter: where none has, it stays None, as it would on
 one rank. The loss rides along.
+
+Parameters that `fully_shard` has cut are left out: FSDP adds their gradients up in the backward pass.
 """
 
 from collections.abc import Iterable
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from everstep.trainer import sharding
 from everstep.trainer.program import Program, ProgramError
 from everstep.trainer.ranks import Ranks
 
@@ -41,9 +44,11 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
         self.parameters = list(parameters)
-        self._buckets = _buckets(self.parameters) if ranks.size > 1 else []
+        plain = [one for one in self.parameters if not sharding.is_sharded(one)]
+        self._buckets = _buckets(plain) if ranks.size > 1 else []
         with_room = [one for one in self._buckets if one.flat.dtype in (torch.float32, torch.float64)]
-        self._tail = with_room[0].flat[-1:] if with_room else torch.zeros(1)
+        alone = torch.zeros(1, device=self.parameters[0].device)
+        self._tail = with_room[0].flat[-1:] if with_room else alone
         self._tail_rides = bool(with_room)
 
     def clear(self) -> None:
@@ -65,8 +70,35 @@ class Gradients:
 
 
 def clip(program: Program, parameters: list[nn.Parameter]) -> None:
-    if program.clip_norm is not None:
+    if program.clip_norm is None:
+        return
+    if any(sharding.is_sharded(one) for one in parameters):
+        _clip_sharded(parameters, program.clip_norm)
+    else:
         torch.nn.utils.clip_grad_norm_(parameters, program.clip_norm)
+
+
+def _clip_sharded(parameters: list[nn.Parameter], limit: float) -> None:
+    """As `clip_grad_norm_` does, over the gradients of all parts on all ranks and of what every rank has whole."""
+    parts: list[Tensor] = []
+    wholes: list[Tensor] = []
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is not None and sharding.is_sharded(grad):
+            parts.append(grad.to_local())
+        elif grad is not None:
+            wholes.append(grad)
+    square = _square(parts, parameters[0].device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(square)
+    square += _square(wholes, square.device)
+    scale = torch.clamp(limit / (square.sqrt() + 1e-6), max=1.0)
+    torch._foreach_mul_([*parts, *wholes], scale)
+
+
+def _square(grads: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements."""
+    return torch.nn.utils.get_total_norm(grads).to(device, torch.float32).square()
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[_Bucket]:

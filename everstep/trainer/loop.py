@@ -27,6 +27,7 @@ from everstep.trainer.ranks import Ranks
 from everstep.trainer.saver import Saver
 from everstep.trainer.side import Side
 from everstep.trainer.snapshot import Snapshot
+from everstep.trainer.stand_in import StandIn
 from everstep.trainer.vitals import Vitals
 
 IDLE = 0.01
@@ -53,6 +54,7 @@ class Training:
     saver: Saver
     agreement: Agreement
     gradients: Gradients
+    stand_in: StandIn | None
     probe: Probe
     steps: Iterator[Step]
     step: int
@@ -145,6 +147,8 @@ def _backward(t: Training, share: Step) -> Any:
     total: Any = 0.0
     for batch, count in share.chunks:
         if batch is None:
+            if t.stand_in is not None:
+                t.stand_in.join()
             continue
         loss = program.loss(moved(batch, t.device))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -69,14 +69,15 @@ def as_program(found: Any) -> Program:
 def _check_model(program: Program) -> None:
     from torch import nn
 
+    from everstep.trainer import sharding
+
     if not isinstance(program.model, nn.Module):
         raise ProgramError(f"model: {_kind(program.model)} is not a torch.nn.Module.")
     if not any(parameter.requires_grad for parameter in program.model.parameters()):
         raise ProgramError("model: has no parameter that requires a gradient, so there is nothing to train.")
-    if any(hasattr(parameter, "device_mesh") for parameter in program.model.parameters()):
-        raise ProgramError("model: has sharded parameters (DTensor); this version trains replicated models only.")
     if any(parameter.is_meta for parameter in program.model.parameters()):
         raise ProgramError("model: has parameters on the meta device; build() must give them values.")
+    sharding.check(program.model)
     _must_have("optimizer", program.optimizer, "step", "param_groups", "state_dict", "load_state_dict")
 
 

@@ -18,7 +18,20 @@ from everstep.core.segment import AttemptSpec, Cause, CauseKind, Outcome, Phase,
 from everstep.store import faults
 from everstep.store.layout import RunPlaces
 from everstep.trainer import device as devices
-from everstep.trainer import failure, gradients, loader, locate, loop, pulse, restore, rng, snapshot, structure, tree
+from everstep.trainer import (
+    failure,
+    gradients,
+    loader,
+    locate,
+    loop,
+    pulse,
+    restore,
+    rng,
+    sharding,
+    snapshot,
+    structure,
+    tree,
+)
 from everstep.trainer.agreement import Agreement, Word
 from everstep.trainer.evaluation import Probe
 from everstep.trainer.gradients import Gradients
@@ -32,6 +45,7 @@ from everstep.trainer.restore import Start
 from everstep.trainer.saver import Saver, Target
 from everstep.trainer.scribe import Scribe
 from everstep.trainer.side import Side
+from everstep.trainer.stand_in import StandIn
 from everstep.trainer.vitals import Vitals
 
 FAREWELL = 10.0  # seconds to wait for the others before leaving
@@ -103,6 +117,7 @@ def _train(rank: Rank) -> Finish:
     rng.seed_all(rng.mix(spec.seed))
     program = locate.build(spec.program, spec.search_path, spec.config, Path(spec.data))
     program.model.to(device)
+    sharding.sum_gradients(program.model)
     rank.ranks.broadcast([*program.model.parameters(), *program.model.buffers()])
     return loop.run(_prepare(rank, program, device))
 
@@ -123,6 +138,8 @@ def _prepare(rank: Rank, program: Program, device: torch.device) -> Training:
     if spec.restore is not None:
         rank.vitals.enter(Phase.restore)
         start = restore.from_checkpoint(spec, program, probe, environment, rank.vitals, order)
+    averaged = Gradients(gradients.trainable(program), ranks)
+    sharded = sharding.mesh_of(program.model) is not None
     rank.saver = Saver(
         rank.vitals,
         Target(rank.places, ranks, shape, environment),
@@ -142,7 +159,8 @@ def _prepare(rank: Rank, program: Program, device: torch.device) -> Training:
         side=rank.side,
         saver=rank.saver,
         agreement=Agreement(rank.say, ranks),
-        gradients=Gradients(gradients.trainable(program), ranks),
+        gradients=averaged,
+        stand_in=StandIn(program, averaged, spec.seed, device) if ranks.size > 1 and sharded else None,
         probe=probe,
         steps=_steps(spec, program, order, start, device),
         step=start.step,

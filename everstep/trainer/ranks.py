@@ -1,4 +1,8 @@
-"""The ranks of an attempt: rendezvous, and what they do together. A single rank has no process group at all."""
+"""The ranks of an attempt: rendezvous, and what they do together.
+
+A single rank has no process group. A program that needs one there (`fully_shard` does) gets it from PyTorch itself, which
+finds in the environment what torchrun would have put there.
+"""
 
 import json
 import os
@@ -12,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everstep.core.segment import AttemptSpec
+from everstep.trainer import sharding
 
 RENDEZVOUS = timedelta(minutes=10)
 FOREVER = timedelta(days=30)  # a hang is judged by the supervisor, from heartbeats, and not by a collective
@@ -48,10 +53,12 @@ class Ranks:
         return cls(spec.rank, spec.world_size, control, saving)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give all ranks rank 0's values, bit for bit, whatever their dtypes."""
+        """Give all ranks rank 0's values, bit for bit, whatever their dtypes. Parts of a sharded tensor are left alone:
+        each is on one rank only.
+        """
         if self.size == 1:
             return
-        for group in _by_device(tensors):
+        for group in _by_device(one for one in tensors if not sharding.is_sharded(one)):
             flat = torch.cat([_bytes(one) for one in group])
             dist.broadcast(flat, 0)
             at = 0

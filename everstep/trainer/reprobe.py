@@ -57,11 +57,12 @@ def _loss(spec: AttemptSpec, vitals: Any) -> float | None:
 
     from everstep.store import checkpoint as committed
     from everstep.trainer import device as devices
-    from everstep.trainer import locate, restore, rng, structure
+    from everstep.trainer import locate, ranks, restore, rng, structure
     from everstep.trainer.evaluation import Probe
 
     folder = Path(spec.restore or "")
     spec = spec.model_copy(update={"world_size": committed.read_manifest(folder).world_size})
+    ranks.set_environment(spec.model_copy(update={"rank": 0, "local_rank": 0, "world_size": 1}))
     torch.set_num_threads(spec.threads)
     device = devices.choose(spec)
     rng.seed_all(rng.mix(spec.seed))

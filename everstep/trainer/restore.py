@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from everstep.core.checkpoint import MANIFEST, Manifest
 from everstep.core.errors import Damaged
 from everstep.core.segment import AttemptSpec
 from everstep.store import checkpoint as committed
-from everstep.trainer import checkpoint, rng
-from everstep.trainer.checkpoint import Part
+from everstep.trainer import rng, sharding
 from everstep.trainer.evaluation import Probe
 from everstep.trainer.failure import describe
+from everstep.trainer.fitting import Fit
 from everstep.trainer.order import Order
 from everstep.trainer.program import Program, ProgramError
+from everstep.trainer.reading import Part, Reading
 from everstep.trainer.vitals import Vitals
 
 _RANK = 0x72616E6B
@@ -54,7 +55,10 @@ def from_checkpoint(
     folder = Path(spec.restore or "")
     manifest = committed.opened(folder)
     _check_identity(spec, folder, manifest)
-    shared, own = _parts(spec, folder, manifest, vitals)
+    if program.loader is not None and manifest.world_size != spec.world_size:
+        raise ProgramError("loader: a program with its own loader cannot change the number of ranks in a run.")
+    reading = Reading(folder, manifest, spec.threads, vitals.moved)
+    shared, own = _parts(spec, reading, program)
     start = _start(folder, manifest, shared, order)
     _load_model(folder, program, shared, own)
     if spec.check_probe:
@@ -80,18 +84,33 @@ def _check_identity(spec: AttemptSpec, folder: Path, manifest: Manifest) -> None
         raise Damaged(folder.name, MANIFEST, "was trained on another data set")
 
 
-def _parts(spec: AttemptSpec, folder: Path, manifest: Manifest, vitals: Vitals) -> tuple[Part, Part | None]:
-    """Rank 0's part and this rank's own; None as own part where the number of ranks was another one."""
-    shared = checkpoint.read_part(folder, manifest, 0, spec.threads, vitals.moved)
-    same = manifest.world_size == spec.world_size
+def _parts(spec: AttemptSpec, reading: Reading, program: Program) -> tuple[Part, Part | None]:
+    """Rank 0's part, with what is sharded as this program shards it, and this rank's own part; None as own part where
+    the number of ranks was another one.
+    """
+    shared = reading.part(0)
+    same = reading.manifest.world_size == spec.world_size
+    own = reading.part(spec.rank) if same and spec.rank > 0 else None
+    fitted = replace(shared, state=_fitted(reading, shared.state, program))
     if spec.rank == 0:
-        read_by_others = range(spec.world_size) if same else (0,)
-        checkpoint.check_others(folder, manifest, read_by_others, spec.threads, vitals.moved)
-    if not same:
-        return shared, None
-    if spec.rank == 0:
-        return shared, shared
-    return shared, checkpoint.read_part(folder, manifest, spec.rank, spec.threads, vitals.moved)
+        reading.check_rest(range(1, spec.world_size) if same else ())
+    return fitted, own or (fitted if same else None)
+
+
+def _fitted(reading: Reading, state: dict[str, Any], program: Program) -> dict[str, Any]:
+    """Before anything is loaded: missing and overlapping parts of sharded tensors are found here."""
+    mesh = sharding.mesh_of(program.model)
+    if mesh is None and not reading.sharded:
+        return state
+    fit = Fit(reading.want, mesh)
+    here = {"model": program.model, "scheduler": program.scheduler, "scaler": program.scaler}
+    living = {name: one.state_dict() for name, one in here.items() if one is not None and name in state}
+    living["state"] = {name: one.state_dict() for name, one in program.state.items()}
+    fitted = {name: fit.fit(one, living.get(name)) for name, one in state.items() if name != "optimizer"}
+    if "optimizer" in state:
+        fitted["optimizer"] = fit.optimizer(state["optimizer"], program.optimizer)
+    reading.fill()
+    return fitted
 
 
 def _start(folder: Path, manifest: Manifest, shared: Part, order: Order | None) -> Start:
@@ -131,9 +150,7 @@ def _load_helpers(folder: Path, program: Program, shared: Part, own: Part | None
     for name, one in program.state.items():
         one.load_state_dict(kept[name])
     if program.loader is not None:
-        if own is None:
-            raise ProgramError("loader: a program with its own loader cannot change the number of ranks in a run.")
-        program.loader.load_state_dict(_member(folder, own, "loader"))
+        program.loader.load_state_dict(_member(folder, own or shared, "loader"))
 
 
 def _member(folder: Path, part: Part, name: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from everstep.store import tensors as stored
-from everstep.trainer import rng
+from everstep.trainer import rng, sharding
 from everstep.trainer.program import Program
 from everstep.trainer.tree import Encoded
 
@@ -74,14 +74,21 @@ def changed_by_the_optimizer(program: Program) -> Callable[[Placed, Tensor], boo
 
 
 def living(program: Program, rank: int) -> dict[str, Any]:
-    """The state of a rank, not yet copied. Rank 0 holds what all share; the others what is theirs alone."""
+    """The state of a rank, not yet copied. Rank 0 holds what all share; the others what is theirs alone, and their parts
+    of what is sharded.
+    """
     state: dict[str, Any] = {"rng": rng.capture()}
     if program.loader is not None:
         state["loader"] = program.loader.state_dict()
-    if rank > 0:
-        return state | {"buffers": buffers(program.model)}
-    state["model"] = dict(program.model.state_dict())
-    state["optimizer"] = program.optimizer.state_dict()
+    if rank == 0:
+        return state | shared(program)
+    state["buffers"] = buffers(program.model)
+    return state if sharding.mesh_of(program.model) is None else state | sharding.own(shared(program))
+
+
+def shared(program: Program) -> dict[str, Any]:
+    """What all ranks have in common, or their parts of it."""
+    state = {"model": dict(program.model.state_dict()), "optimizer": program.optimizer.state_dict()}
     if program.scheduler is not None:
         state["scheduler"] = program.scheduler.state_dict()
     if program.scaler is not None:

@@ -70,9 +70,8 @@ def processor() -> str:
 
 
 def _shape(tensor: Tensor) -> TensorShape:
-    """As it is stored: a complex tensor with a last dimension of two."""
-    stored_as = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
-    return TensorShape(dtype=stored.word(stored_as.dtype), shape=stored.shape_of(stored_as))
+    """As it is stored, and whole if it is sharded: a complex tensor with a last dimension of two."""
+    return TensorShape(dtype=stored.word(tensor.dtype), shape=stored.shape_of(tensor))
 
 
 def _words(one: TensorShape | None) -> str:

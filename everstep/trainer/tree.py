@@ -3,6 +3,7 @@
 What JSON has no word for is a dict with one key that begins with `$`:
 
     {"$tensor": name, "stride": [...]?, "complex": true?}   a tensor, by its name in the safetensors files
+    {"$tensor": name, "shard": {...}, "complex": true?}      this rank's part of a sharded tensor (`store.references`)
     {"$array": name}  {"$scalar": [dtype, value]}            NumPy arrays and scalars
     {"$float": "nan" | "inf" | "-inf"}  {"$complex": [re, im]}  {"$bytes": base64}
     {"$tuple" | "$size" | "$set" | "$frozenset": [...]}  {"$deque": [maxlen, [...]]}
@@ -22,7 +23,10 @@ import torch
 from torch import Tensor
 
 from everstep.store import tensors as stored
+from everstep.store.references import Shard
+from everstep.trainer import sharding
 from everstep.trainer.program import ProgramError
+from everstep.trainer.sharding import Piece
 
 
 @dataclass
@@ -38,15 +42,20 @@ def encode(value: Any) -> Encoded:
     """The tree of `value`. Tensors are named by their path in it, joined with slashes. Raises ProgramError.
 
     Scalars, containers and arrays are copied into the tree; tensors are not: whoever wants to keep their values copies
-    them. Tensors over the same bytes are tied.
+    them. Tensors over the same bytes are tied. Parts of sharded tensors come last: other ranks need not read them.
     """
     encoder = _Encoder()
-    encoder.found.tree = encoder.node(value, "")
-    return encoder.found
+    found = encoder.found
+    found.tree = encoder.node(value, "")
+    found.tensors = dict(sorted(found.tensors.items(), key=lambda item: item[0] in encoder.parts))
+    return found
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value again. `tensors` has aliases resolved. Raises ValueError or KeyError for a tree that is none."""
+    """The value again, with a `Piece` for each part of a sharded tensor.
+
+    `tensors` has aliases resolved. Raises ValueError or KeyError for a tree that is none.
+    """
     match tree:
         case list():
             return [decode(one, tensors) for one in tree]
@@ -62,6 +71,7 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 class _Encoder:
     def __init__(self) -> None:
         self.found = Encoded()
+        self.parts: set[str] = set()
         self._names: dict[Any, str] = {}
 
     def node(self, value: Any, path: str) -> Any:
@@ -119,9 +129,13 @@ class _Encoder:
     def tensor(self, value: Tensor, path: str) -> Any:
         if value.layout is not torch.strided or value.is_quantized:
             raise ProgramError(f"state: {path} is a sparse or quantized tensor, which a checkpoint cannot hold.")
-        value = value.detach()
         node: dict[str, Any] = {"$tensor": self._free_name(path)}
-        if not value.is_contiguous() and _is_dense(value):
+        if sharding.is_sharded(value):
+            value, shard = sharding.local(value, path)
+            node["shard"] = shard.word()
+            self.parts.add(node["$tensor"])
+        value = value.detach()
+        if "shard" not in node and not value.is_contiguous() and _is_dense(value):
             node["stride"] = list(value.stride())
         if value.is_complex():
             node["complex"] = True
@@ -192,6 +206,8 @@ _DECODERS: dict[str, Callable[[Any, _Tensors], Any]] = {
 
 def _tagged(tag: str, tree: dict[str, Any], tensors: _Tensors) -> Any:
     if tag == "$tensor":
+        if "shard" in tree:
+            return Piece(tree[tag], Shard.parse(tree["shard"]), bool(tree.get("complex")))
         return _tensor(tree, tensors[tree[tag]])
     if tag not in _DECODERS:
         raise ValueError(f"the state has an unknown kind of value, {tag!r}")

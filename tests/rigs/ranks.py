@@ -16,7 +16,7 @@ from everstep.core.checkpoint import Key
 from everstep.core.segment import AttemptSpec, Lease, RankEnd, SegmentResult
 from everstep.store import atomic, jsonl
 from everstep.store.layout import RunPlaces
-from everstep.trainer.checkpoint import load_checkpoint
+from everstep.trainer.reading import load_checkpoint
 
 HERE = Path(__file__).parents[1] / "trainer"
 SEGMENT = 20

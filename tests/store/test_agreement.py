@@ -7,8 +7,7 @@ from torch import nn
 
 from everstep.core.checkpoint import Key, Manifest
 from everstep.store import checkpoint, tensors
-from everstep.trainer import checkpoint as written
-from everstep.trainer import structure, writer
+from everstep.trainer import reading, structure, writer
 from everstep.trainer.program import Program
 
 
@@ -57,5 +56,5 @@ def test_a_checkpoint_of_the_trainer_verifies_and_has_the_digest_of_its_weights(
     result = checkpoint.verify(folder, structure.of(program, 2), run=fabric.RUN, job=fabric.JOB)
     assert (result.ok, result.why) == (True, "")
     expected = tensors.weights_digest(model.state_dict())
-    assert tensors.weights_digest(written.load_checkpoint(folder)) == expected
+    assert tensors.weights_digest(reading.load_checkpoint(folder)) == expected
     assert tensors.weights_digest_of(folder) == expected

@@ -137,7 +137,8 @@ def digest_twice(tmp_path, state, aliases=None):
     }
     save_file(stored | {"optimizer/x": torch.ones(3)}, tmp_path / "rank-0.safetensors")
     ties = {f"model/{new}": f"model/{old}" for new, old in aliases.items()}
-    (tmp_path / "rank-0.json").write_text(json.dumps({"aliases": ties}))
+    tree = {name: {"$tensor": name} for name in [*stored, *ties, "optimizer/x"]}
+    (tmp_path / "rank-0.json").write_text(json.dumps({"aliases": ties, "tree": tree, "world_size": 1}))
     return tensors.weights_digest(state), tensors.weights_digest_of(tmp_path)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from everstep.core.checkpoint import Manifest
 from everstep.core.errors import Damaged
-from everstep.trainer.checkpoint import load_checkpoint
+from everstep.trainer.reading import load_checkpoint
 
 
 @pytest.fixture

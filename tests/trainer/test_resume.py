@@ -6,7 +6,7 @@ import json
 import pytest
 
 from everstep.store import checkpoint as committed
-from everstep.trainer import checkpoint
+from everstep.trainer.reading import Reading
 
 SHAPES = {
     "one rank": {},
@@ -196,7 +196,7 @@ def test_helpers_are_as_saved_just_before_the_first_step(make_run):
     run.config["dump"] = str(run.folder / "dump.json")
     run.run(2, "step-00000010.a1")
     folder = run.places.checkpoints("local") / "step-00000010.a1"
-    kept = checkpoint.read_part(folder, committed.read_manifest(folder), 0, 1, lambda _: None).state
+    kept = Reading(folder, committed.read_manifest(folder)).part(0).state
     dumped = json.loads((run.folder / "dump.json").read_text())
     assert dumped["patience"] == kept["state"]["patience"]
     assert len(dumped["patience"]["seen"]) == 2

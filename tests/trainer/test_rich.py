@@ -7,7 +7,7 @@ import torch
 
 from everstep.store import checkpoint as committed
 from everstep.store.tensors import weights_digest, weights_digest_of
-from everstep.trainer import checkpoint
+from everstep.trainer.reading import Reading
 
 PROGRAM = f"{Path(__file__).with_name('rich.py')}:build"
 MORE = {"program": PROGRAM, "steps": 20, "save_every_steps": 5, "lease": (20,)}
@@ -15,7 +15,7 @@ MORE = {"program": PROGRAM, "steps": 20, "save_every_steps": 5, "lease": (20,)}
 
 def state(run, folder, rank=0):
     path = run.places.checkpoints("local") / folder
-    return checkpoint.read_part(path, committed.read_manifest(path), rank, 1, lambda _: None).state
+    return Reading(path, committed.read_manifest(path)).part(rank).state
 
 
 def equal(one, other, path=""):

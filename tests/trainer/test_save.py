@@ -3,7 +3,7 @@
 import errno
 
 from everstep.store import jsonl
-from everstep.trainer.checkpoint import load_checkpoint
+from everstep.trainer.reading import load_checkpoint
 
 
 def left_over(run):

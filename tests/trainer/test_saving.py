@@ -17,10 +17,11 @@ from everstep.core.segment import AttemptSpec
 from everstep.store import checkpoint as committed
 from everstep.store import faults, jsonl
 from everstep.store.layout import RunPlaces
-from everstep.trainer import checkpoint, rng, saver, snapshot, structure
+from everstep.trainer import rng, saver, snapshot, structure
 from everstep.trainer.failure import SaveFailed
 from everstep.trainer.program import Program
 from everstep.trainer.ranks import Ranks
+from everstep.trainer.reading import Reading
 from everstep.trainer.saver import Saver, Target
 from everstep.trainer.snapshot import Snapshot
 from everstep.trainer.vitals import Vitals
@@ -91,7 +92,7 @@ class Rig:
         folder = self.places.checkpoint(tier, Key(step, 1))
         outcome = committed.verify(folder, structure.of(self.program, 1))
         assert (outcome.ok, outcome.why) == (True, "")
-        return checkpoint.read_part(folder, committed.read_manifest(folder), 0, 1, lambda _: None).state
+        return Reading(folder, committed.read_manifest(folder)).part(0).state
 
     @property
     def costs(self):

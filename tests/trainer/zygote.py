@@ -10,6 +10,9 @@ import signal
 import socket
 import sys
 
+import torch._dynamo
+import torch.distributed.fsdp  # noqa: F401
+
 from everstep.core.segment import AttemptSpec
 from everstep.store import faults
 from everstep.trainer import rank, warm
