@@ -29,6 +29,8 @@ LOOK_SECONDS = 1.0
 LONGEST_WAIT = 30.0
 AWAY_SECONDS = 15.0
 """How long the end of a run waits for a promotion while MLflow does not answer. After that it is left to the next flow run."""
+ARTIFACT_LIMIT = 4 << 20
+"""Bytes of a file that MLflow is given: its servers stand behind gateways that refuse large requests."""
 ENDS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -275,8 +277,14 @@ class Tracker:
     def _hand_over(self, run_id: str, names: Iterable[str]) -> None:
         """A store that refuses files is told of once, and holds up nothing else: the run directory has them."""
         for name in names:
+            file = self._metrics.with_name(name)
             try:
-                self._speaker.client.log_artifact(run_id, str(self._metrics.with_name(name)))
+                if (size := file.stat().st_size) > ARTIFACT_LIMIT:
+                    self._notice(
+                        "tracking.artifact", f"{file} stays there only: {size:,} bytes are too many for MLflow"
+                    )
+                    continue
+                self._speaker.client.log_artifact(run_id, str(file))
             except Exception as error:  # noqa: BLE001 - the edge of the thread, as in _run
                 self._notice("tracking.artifact", f"MLflow did not take {name}: {_in_words(error)}")
                 return

@@ -249,6 +249,42 @@ def await_health(server: subprocess.Popen, port: int) -> None:
     raise AssertionError("the MLflow server did not start")
 
 
+MOST = 8_000_000
+
+
+def test_nothing_large_goes_to_a_server_behind_a_gateway_with_small_limits(make_desk, mlflow_template, tmp_path):
+    """BC-111: checkpoints of 66 MB, requests of at most 8 MB and 2 s; MLflow has a reference that can be resolved."""
+    shutil.copy(mlflow_template, tmp_path / "server.db")
+    with mlflow_server.serving(tmp_path / "server.db", tmp_path / "artifacts") as port:
+        gateway = mlflow_server.Proxy(port, limit=MOST, seconds=2)
+        try:
+            policy = {"every_steps": 10, "best": {"metric": "bias", "mode": "max"}}
+            desk = make_desk(
+                release=True, checkpoint=policy, config={"width": 550_000}, tracking={"uri": gateway.uri},
+                limits={"drain": 120},
+            )  # fmt: skip
+            ended = desk.run()
+        finally:
+            gateway.close()
+        assert (ended.code, ended.final["status"]) == (0, "completed"), ended.err
+        assert ended.final["promotion"]["status"] == "production", ended.err
+        assert not [status for status in gateway.refused if status == 413]
+        assert 0 < max(gateway.sizes) <= MOST
+        client = mlflow_run.connect(f"http://127.0.0.1:{port}")
+        tags = client.get_model_version("small", ended.final["promotion"]["version"]).tags
+        assert everstep.verify_checkpoint(tags["everstep.uri"]).ok
+        assert (
+            Manifest.model_validate_json(
+                (Path(tags["everstep.uri"].removeprefix("file://")) / "manifest.json").read_bytes()
+            ).bytes
+            > 60_000_000
+        )
+        assert everstep.weights_digest(everstep.load_checkpoint(tags["everstep.uri"])) == tags["everstep.digest"]
+        run = client.get_run(ended.final["mlflow_run"])
+        assert run.info.status == "FINISHED"
+        assert {one.path for one in client.list_artifacts(run.info.run_id)} >= {"report.html", "report.json"}
+
+
 def test_a_promotion_that_was_asked_while_mlflow_was_away_happens_when_it_is_back(make_desk, mlflow_process):
     """BC-102, on a real server: training and its end wait for nobody, and nothing is lost."""
     proxy = mlflow_server.Proxy(mlflow_process)

@@ -14,7 +14,7 @@ from rigs import mlflow_server
 
 from everstep.host import mlflow_run
 from everstep.host.mlflow_speaker import Hint, Subject, hint_in
-from everstep.host.tracking import Tracker
+from everstep.host.tracking import ARTIFACT_LIMIT, Tracker
 from everstep.store import jsonl
 
 SUBJECT = Subject("job", "run-1", {"everstep.job": "job", "everstep.fingerprint": "f" * 64}, {"config": {"layers": 4}})
@@ -138,6 +138,21 @@ def test_many_rows_and_wide_rows_go_in_batches(uri: str, metrics: Path) -> None:
     assert one.close(60)
     assert [step for step, _ in history(uri, one.run_id or "")] == list(range(1, 1002))
     assert history(uri, one.run_id or "", "eval/m1499") == [(1001, 1499.0)]
+
+
+def test_a_file_that_is_too_large_for_mlflow_stays_where_it_is(uri: str, metrics: Path) -> None:
+    """Case BC-111: said once, and the others go."""
+    heard: list[tuple[str, str]] = []
+    metrics.with_name("small.html").write_text("small")
+    with metrics.with_name("large.html").open("wb") as file:
+        file.truncate(ARTIFACT_LIMIT + 1)
+    one = tracker(uri, metrics, notice=lambda kind, text: heard.append((kind, text)))
+    one.start()
+    one.artifacts(["large.html", "small.html"])
+    assert one.close(60)
+    assert [file.path for file in mlflow_run.connect(uri).list_artifacts(one.run_id)] == ["small.html"]
+    assert [kind for kind, _ in heard] == ["tracking.artifact"]
+    assert "4,194,305 bytes are too many for MLflow" in heard[0][1]
 
 
 def test_two_runs_in_one_process_do_not_meet(uri: str, tmp_path: Path) -> None:

@@ -46,11 +46,17 @@ server.serve_forever()
 
 
 class Proxy:
-    """Stands in front of a server and misbehaves on request: 500, hang, or do the work and drop the reply."""
+    """Stands in front of a server and misbehaves on request: 500, hang, or do the work and drop the reply.
 
-    def __init__(self, target: int) -> None:
+    As a gateway does, it refuses bodies of more than `limit` bytes and answers 504 for what takes longer than `seconds`.
+    `sizes` has the bytes of every body that came.
+    """
+
+    def __init__(self, target: int, limit: int | None = None, seconds: float = 30) -> None:
         self.mode = "pass"
         self.dropped = 0
+        self.sizes: list[int] = []
+        self.refused: list[int] = []
         self.release = threading.Event()
         proxy = self
 
@@ -58,19 +64,29 @@ class Proxy:
             protocol_version = "HTTP/1.1"
 
             def handle_any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                size = int(self.headers.get("Content-Length", 0))
+                assert "chunked" not in self.headers.get("Transfer-Encoding", ""), "the size is not known"
+                proxy.sizes.append(size)
+                if limit is not None and size > limit:
+                    self.close_connection = True
+                    self.refuse(413)
+                    return
+                body = self.rfile.read(size)
                 if proxy.mode == "hang":
                     proxy.release.wait(30)
                 if proxy.mode in ("hang", "500"):
-                    self.send_response(500)
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
+                    self.refuse(500)
                     return
-                backend = HTTPConnection("127.0.0.1", target, timeout=30)
-                backend.request(self.command, self.path, body, dict(self.headers))
-                answer = backend.getresponse()
-                content = answer.read()
-                backend.close()
+                backend = HTTPConnection("127.0.0.1", target, timeout=seconds)
+                try:
+                    backend.request(self.command, self.path, body, dict(self.headers))
+                    answer = backend.getresponse()
+                    content = answer.read()
+                except TimeoutError:
+                    self.refuse(504)
+                    return
+                finally:
+                    backend.close()
                 if proxy.mode == "drop" and self.path.endswith("log-batch"):
                     proxy.dropped += 1
                     proxy.mode = "pass"
@@ -81,6 +97,12 @@ class Proxy:
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
+
+            def refuse(self, status: int) -> None:
+                proxy.refused.append(status)
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
 
             do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any  # noqa: N815 - http.server names them
 
