@@ -170,13 +170,17 @@ class ObjectTier:
         return {number: old.get(number) or self.read(_claim(number)) for number in self.look("attempts").attempts}
 
     def claim(self, wanted: AttemptClaim) -> bool:
-        """Claim an attempt; whether it is ours. A reply that was lost is no loss: the claim itself tells."""
-        data = wanted.to_json().encode()
-        try:
-            self._store.put(self._key(_claim(wanted.attempt)), data, create=True)
-        except Exists:
-            return self.read(_claim(wanted.attempt)) == data
-        return True
+        """Claim an attempt; whether it is ours. A reply that was lost is no loss: the claim itself tells.
+
+        It is looked for before and after, since a store without conditional PUT would let a second claim replace the
+        first: there only two that claim within the same moment may both believe that they did.
+        """
+        data, path = wanted.to_json().encode(), _claim(wanted.attempt)
+        with suppress(NotThere):
+            return self.read(path) == data
+        with suppress(Exists):
+            self._store.put(self._key(path), data, create=True)
+        return self.read(path) == data
 
     def is_guarded(self, claimed: AttemptClaim) -> bool:
         """Whether the store refuses to create what is there, shown on a claim of ours. Without that, two may claim."""

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 import fabric
@@ -135,9 +136,22 @@ def test_an_attempt_that_somebody_else_has_is_fenced(far):
         far.claim(mine.model_copy(update={"pid": 2}))
 
 
-def test_a_store_that_is_away_or_silent_is_said_and_holds_nothing_up(far, told, s3_server, s3_proxy, monkeypatch):
-    from pydantic import SecretStr
+def test_a_store_that_ignores_conditions_is_said(far, told, s3_server, s3_proxy):
+    s3_proxy.ignored, s3_proxy.sign = "if-none-match", s3_server.sign
+    keys = Keys(s3_server.access_key, SecretStr(s3_server.secret_key))
+    access = Access(s3_proxy.endpoint, s3_server.region, "path", None, keys)
+    places = runs.RunPlaces(far._places.persistent, far._places.local, f"s3://{s3_server.bucket()}/runs/job/run")
+    mine = AttemptClaim(attempt=1, resumed_from=0, host="me", pid=1, boot="b", time=1.0)
+    unguarded = Far(places, access, far._record)
+    unguarded.claim(mine)
+    (said,) = told
+    assert said[0] == "object.unguarded"
+    assert "cannot keep two machines from owning this run" in said[1]["text"]
+    with pytest.raises(Fenced):
+        unguarded.claim(mine.model_copy(update={"pid": 2}))
 
+
+def test_a_store_that_is_away_or_silent_is_said_and_holds_nothing_up(far, told, s3_server, s3_proxy, monkeypatch):
     from everstep.host import far as module
 
     monkeypatch.setattr(module, "CLAIM_SECONDS", 1.0)

@@ -6,6 +6,7 @@ is done. All waits end when the proxy is closed.
 """
 
 import contextlib
+import hashlib
 import re
 import socket
 import struct
@@ -29,7 +30,7 @@ ERRORS = {
 }
 """S3's own refusals. The server behind does not see the request."""
 
-KINDS = (*ERRORS, "reset", "stall", "lose_reply", "cut", "short", "changed", "stale", "zeros", "call")
+KINDS = (*ERRORS, "reset", "stall", "lose_reply", "cut", "short", "changed", "stale", "zeros", "call", "drop")
 
 
 @dataclass
@@ -45,6 +46,8 @@ class Fault:
     changed: the answer's body has its bits turned over and the object another ETag.
     zeros: `count` bytes of the answer's body from `at` on are zeros.
     stale: the oldest answer that was given to the same listing is given again.
+    drop: the answer is 200 as for a body that was stored, and the server behind gets its first `at` bytes as the object,
+        through `keep(target, body)`, or nothing where there is no `keep`.
     call: `hook` is called before the request is passed on.
     """
 
@@ -60,6 +63,7 @@ class Fault:
     count: int = 4096
     seconds: float = 3600.0
     hook: Callable[[], Any] | None = None
+    keep: Callable[[str, bytes], Any] | None = None
     done: int = 0
 
     def __post_init__(self) -> None:
@@ -89,6 +93,9 @@ class FaultProxy:
         self.requests: list[Request] = []
         self.closed = threading.Event()
         self.listings: dict[str, tuple[int, list[tuple[str, str]], bytes]] = {}
+        self.ignored: str = ""
+        """A header, in lower case, that the store behind does not know; `sign` signs a request anew without it."""
+        self.sign: Callable[[str, str, dict[str, str]], dict[str, str]] | None = None
         self._plan: list[Fault] = []
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -171,6 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
             for _ in self._body():
                 pass
             self._refuse(*ERRORS[do])
+        elif fault and do == "drop":
+            self._drop(fault)
         else:
             self._pass_on(fault)
 
@@ -204,9 +213,12 @@ class _Handler(BaseHTTPRequestHandler):
         )
         upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
-        for name, value in self.headers.items():
-            if name.lower() not in ("expect", "connection"):
-                upstream.putheader(name, value)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("expect", "connection")}
+        if self.proxy.ignored in (name.lower() for name in headers) and self.proxy.sign:
+            kept = {name: value for name, value in headers.items() if name.lower() != self.proxy.ignored}
+            headers = self.proxy.sign(self.command, f"http://{self.headers['Host']}{self.path}", kept)
+        for name, value in headers.items():
+            upstream.putheader(name, value)
         upstream.endheaders()
         try:
             for data in self._body():
@@ -295,6 +307,14 @@ class _Handler(BaseHTTPRequestHandler):
         )
         headers = [("Content-Type", "application/xml")]
         self._stream(status, headers, iter([] if self.command == "HEAD" else [text.encode()]), len(text), None)
+
+    def _drop(self, fault: Fault) -> None:
+        """Lie: say that all of it is stored."""
+        body = b"".join(self._body())
+        if fault.keep is not None:
+            fault.keep(self.path, body[: fault.at])
+        etag = hashlib.md5(body).hexdigest()
+        self._stream(200, [("ETag", f'"{etag}"')], iter([]), 0, None)
 
     def _reset(self) -> None:
         self.close_connection = True

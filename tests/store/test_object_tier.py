@@ -112,6 +112,19 @@ def test_an_attempt_is_claimed_once(tier):
     assert {number: json.loads(data)["resumed_from"] for number, data in tier.claims().items()} == {1: 0, 2: 40}
 
 
+def test_a_store_that_ignores_conditions_is_known_as_such(on_s3, s3_server, s3_proxy):
+    """Conditional PUT is what keeps two machines apart; without it a claim that stands is still not replaced."""
+    s3_proxy.ignored, s3_proxy.sign = "if-none-match", s3_server.sign
+    tier = on_s3(s3_proxy.endpoint)
+    assert tier.claim(claim())
+    assert not tier.is_guarded(claim())
+    assert not tier.claim(claim(pid=2))
+    assert tier.claim(claim()), "what it was asked in vain has changed nothing"
+    assert json.loads(tier.claims()[1])["pid"] == 1
+    s3_proxy.ignored = ""
+    assert tier.is_guarded(claim())
+
+
 def test_a_run_that_is_no_longer_ours_is_not_committed(tier, source):
     def fenced():
         raise Fenced("no longer")
