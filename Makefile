@@ -23,7 +23,7 @@ test-all: $(READY)
 
 test-setup:  # system packages that some tests need; without them those tests say so and are skipped
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fuse3 postgresql strace
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fuse3 gcc libc6-dev postgresql strace
 
 check: $(READY)
 	$(BIN)/ruff check .
