@@ -137,6 +137,7 @@ def _train(t: Training) -> int:
     if t.first:
         t.first = False
         t.vitals.step = t.step
+        t.saver.prepare(snapshot.living(t.program, t.ranks.rank))
         t.vitals.enter(Phase.train)
     return share.total
 

@@ -112,6 +112,15 @@ class Saver:
         """Whether a snapshot could be taken now without waiting."""
         return self._pool.free
 
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Have a buffer for such a state made, beside the training: the pages of the first one cost more than its copy."""
+        size = snapshot.plan(tree.encode(state)).size
+        threading.Thread(target=self._prepare, args=(size,), name="buffer", daemon=True).start()
+
+    def _prepare(self, size: int) -> None:
+        with contextlib.suppress(OSError):  # the first save asks again, and says what is wrong
+            self._pool.prepare(size)
+
     def take(self, state: Mapping[str, Any], of: Snapshot) -> None:
         """Copy a state, or begin to, and hand it to the writer. Raises what ended the saver."""
         self.check()
