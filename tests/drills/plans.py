@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 SAMPLES = 97
+BALLAST = 750_000  # parameters; with AdamW's moments 9 MB
 RANK_POINTS = (
     "train.first_step",
     "train.mid_step",
@@ -15,6 +16,9 @@ RANK_POINTS = (
     "save.after_commit",
     "segment.end",
     "run.end",
+)
+WRITER_POINTS = tuple(
+    f"writer.{point}" for point in ("begin", "mid_file", "written", "before_manifest", "rename", "after_commit")
 )
 COMMITTING = ("save.before_manifest", "save.rename", "save.after_commit", "segment.end")
 """Points that only rank 0 passes."""
@@ -29,19 +33,24 @@ class Shape:
     ranks: int = 1
     workers: int = 0
     accumulation: int = 1
+    ballast: bool = False
+    """A state so large that it is copied beside the training."""
 
     def job(self, pause: float = 0.0) -> dict:
         """The job's fields; `pause` seconds a micro-batch let a kill be aimed and change no bit."""
         config = {"workers": self.workers, "accumulation": self.accumulation, "batch_size": 4 * self.accumulation}
-        config["pause"] = pause
+        config |= {"pause": pause} | ({"ballast": BALLAST} if self.ballast else {})
         return {"ranks": self.ranks, "config": config}
 
     def __str__(self) -> str:
-        return f"ranks{self.ranks}-workers{self.workers}-accumulation{self.accumulation}"
+        name = f"ranks{self.ranks}-workers{self.workers}-accumulation{self.accumulation}"
+        return f"{name}-ballast" if self.ballast else name
 
 
-SHAPES = tuple(
-    Shape(ranks, workers, accumulation) for ranks in (1, 2, 4) for workers in (0, 2) for accumulation in (1, 3)
+SHAPES = (
+    *(Shape(ranks, workers, accumulation) for ranks in (1, 2, 4) for workers in (0, 2) for accumulation in (1, 3)),
+    Shape(1, 0, 1, ballast=True),
+    Shape(2, 2, 3, ballast=True),
 )
 
 

@@ -10,7 +10,7 @@ from plans import Shape
 
 from everstep.host import process
 
-SAMPLE = (Shape(1, 0, 1), Shape(2, 2, 3), Shape(4, 0, 1))
+SAMPLE = (Shape(1, 0, 1), Shape(2, 2, 3), Shape(4, 0, 1), Shape(1, 0, 1, ballast=True))
 ALL = "EVERSTEP_ALL" in os.environ
 
 
@@ -45,6 +45,19 @@ def test_a_kill_at_every_named_point_of_a_rank(make_drill, untouched, shape):
     check(drill, ended, untouched(shape), shape)
 
 
+@pytest.mark.parametrize("shape", [Shape(1, 0, 1), Shape(2, 0, 1), Shape(1, 0, 1, ballast=True)], ids=str)
+def test_a_kill_at_every_named_point_of_a_writer(make_drill, untouched, shape):
+    drill = make_drill(**shape.job(pause=0.02))
+    plan = [
+        {"point": point, "hit": 1, "rank": 0 if index > 2 else shape.ranks - 1}
+        for index, point in enumerate(plans.WRITER_POINTS)
+    ]
+    ended = finish(drill, *plan)
+    assert drill.fired() == len(plan)
+    assert ended.final["restarts"] == 0, "the writer's death is nothing to the ranks"
+    check(drill, ended, untouched(shape), shape)
+
+
 def test_a_kill_at_every_named_point_of_the_copier(make_drill, untouched):
     drill = make_drill(config={"pause": 0.03})
     ended = finish(drill, *({"point": point, "hit": 1} for point in plans.COPIER_POINTS))
@@ -63,14 +76,14 @@ def test_a_kill_at_every_named_point_of_the_flow(make_drill, untouched, point):
 
 @pytest.mark.parametrize("seed", range(200 if ALL else 2))
 def test_seeded_kills_at_random_moments(make_drill, untouched, seed):
-    """A rank, the copier, the flow, or all of them; up to three times in a run."""
+    """A rank, its writer, the copier, the flow, or all of them; up to three times in a run."""
     dice = random.Random(seed)
     shape = dice.choice(plans.SHAPES)
     drill = make_drill(**shape.job(pause=0.02), retries={"per_cause": 10})
     flow = drill.start(*plans.rank_plan(dice, shape, dice.randint(0, 2)))
     for _ in range(dice.randint(1, 3)):
         drill.await_step(dice.randint(0, 55), flow, give_up=False)
-        victim = dice.choice(["rank", "copier", "flow", "all"])
+        victim = dice.choice(["rank", "writer", "copier", "flow", "all"])
         kill(drill, flow, victim, dice)
         if victim in ("flow", "all"):
             drill.wait(flow)
@@ -83,10 +96,12 @@ def test_seeded_kills_at_random_moments(make_drill, untouched, seed):
 def kill(drill, flow, victim: str, dice) -> None:
     """SIGKILL to whoever the dice choose; a victim that is gone already is no victim."""
     marked = process.marked(drill.token()) if drill.home.exists() and list(drill.home.glob("r*/run.json")) else []
-    ranks = [pid for pid in marked if "everstep.trainer" in drill.command(pid)]
+    writers = [pid for pid in marked if "everstep.trainer.writer" in drill.command(pid)]
+    ranks = [pid for pid in marked if "everstep.trainer" in drill.command(pid) and pid not in writers]
     copiers = [pid for pid in marked if "everstep.host.copier" in drill.command(pid)]
     victims = {
         "rank": ranks and [dice.choice(ranks)],
+        "writer": writers and [dice.choice(writers)],
         "copier": copiers,
         "flow": [flow.pid],
         "all": [flow.pid, *marked],
