@@ -1,20 +1,25 @@
 """Look at a run in its directory, while it trains or long after: `open_run(path)`. Only pins change anything there."""
 
-import html
 import json
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from everstep.core.chronicle import Chronicle, Held, Row
+from everstep.core import listing
+from everstep.core.checkpoint import Key, Manifest
+from everstep.core.chronicle import Chronicle, Row
+from everstep.core.errors import Damaged, EverstepError
 from everstep.core.job import CheckpointPolicy
 from everstep.core.ledger import Event
-from everstep.core.words import size
 from everstep.host import history, pruning, runs
 from everstep.report import text
+from everstep.report.listing import CheckpointTable
+from everstep.store import checkpoint, marks
 from everstep.store.layout import RunPlaces
 
 LISTED = 12
+SCRUBS = "scrub.jsonl"
 
 
 def open_run(path: str | Path) -> "RunView":
@@ -60,15 +65,18 @@ class RunView:
         """The newest step that counts, whether it is committed yet or not."""
         return self.chronicle.newest.step if self.chronicle.newest else 0
 
-    @property
-    def checkpoints(self) -> tuple[Held, ...]:
-        """Every checkpoint with its tier and state, oldest first."""
-        return self.chronicle.checkpoints
+    def checkpoints(self) -> CheckpointTable:
+        """Every checkpoint, newest first: its state on each tier, size, age, metric, and why it is kept or set aside.
 
-    @property
+        Prints well, shows well in a notebook, and is a sequence of records; `.frame` is a pandas data frame.
+        """
+        return self._checkpoints(None)
+
+    @cached_property
     def events(self) -> tuple[Event, ...]:
-        """Everything that happened, oldest first."""
-        return self.chronicle.events
+        """Everything that happened, oldest first; what scrubs found, too."""
+        scrubbed = history.events(self.places, SCRUBS)
+        return tuple(sorted((*self.chronicle.events, *scrubbed), key=lambda event: event.time))
 
     @cached_property
     def metrics(self) -> Any:
@@ -79,21 +87,6 @@ class RunView:
     def evaluations(self) -> Any:
         """What evaluate() gave, as a pandas data frame by step."""
         return _frame([{"step": row.step, **row.evaluation} for row in self._rows if row.evaluation])
-
-    @property
-    def checkpoint_table(self) -> Any:
-        """The checkpoints as a pandas data frame, oldest first: which, on which tier, its state, size and reason."""
-        rows = [
-            {
-                "checkpoint": one.key.folder,
-                "tier": one.tier,
-                "state": _state(one),
-                "bytes": one.bytes,
-                "reason": one.reason,
-            }
-            for one in self.checkpoints
-        ]
-        return _frame(rows, index="checkpoint")
 
     def retention(self) -> Any:
         """What the run's policy keeps on each tier and what it removes, with the reason, as a pandas data frame.
@@ -128,26 +121,36 @@ class RunView:
         return f"<run {self.name}/{self.run}: {self.status} at step {self.step}>"
 
     def _repr_html_(self) -> str:
-        """A small table for notebooks: the newest checkpoints by tier and state."""
+        """A small table for notebooks: the newest checkpoints."""
+        return self._checkpoints(LISTED)._repr_html_()
+
+    def _checkpoints(self, most: int | None) -> CheckpointTable:
+        places, held = self.places, self.chronicle.checkpoints
+        newest = set(sorted({one.key for one in held}, reverse=True)[:most])
+        held = tuple(one for one in held if one.key in newest)
+        policy = pruning.policy_of(places)
+        manifests = {key: found for key in newest if (found := _manifest(places, key))}
+        kept: dict[tuple[str, str], str] = {}
+        if policy:
+            with suppress(EverstepError, OSError):  # what cannot be read says nothing of what is kept
+                kept = {(line.checkpoint, line.tier): _kept(line) for line in pruning.explain(places, policy)}
+        best = policy.best.metric if policy and policy.best else ""
+        rows = listing.rows(held, manifests, kept, marks.pinned(places), best)
         figures = ", ".join(f"{key} {value:.4g}" for key, value in sorted(self.chronicle.last_metrics.items()))
-        head = f"{self.name} / {self.run}: {self.status} at step {self.step}" + (f", {figures}" if figures else "")
-        rows = [("checkpoint", "tier", "state", "size", "")] + [
-            (
-                one.key.folder,
-                one.tier,
-                _state(one),
-                size(one.bytes),
-                one.reason,
-            )
-            for one in self.checkpoints[-LISTED:]
-        ]
-        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-        table = "".join(f"<tr>{row}</tr>" for row in cells)
-        return f"<table><caption>{html.escape(head)}</caption>{table}</table>"
+        title = f"{self.name} / {self.run}: {self.status} at step {self.step}" + (f", {figures}" if figures else "")
+        return CheckpointTable(rows, title)
 
 
-def _state(held: Held) -> str:
-    return "not committed" if held.torn else held.state.value
+def _kept(line: pruning.Line) -> str:
+    return line.why if line.stays else f"may go: {line.why}"
+
+
+def _manifest(places: RunPlaces, key: Key) -> Manifest | None:
+    """What a checkpoint says of itself, from the nearest tier that holds it; None if none can be read."""
+    for tier in places.tiers:
+        with suppress(Damaged, OSError):
+            return checkpoint.read_manifest(places.checkpoint(tier, key))
+    return None
 
 
 def _frame(rows: list[dict[str, Any]], index: str = "step") -> Any:

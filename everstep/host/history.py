@@ -49,10 +49,10 @@ def read(places: RunPlaces) -> Chronicle:
     )
 
 
-def events(places: RunPlaces) -> list[Event]:
-    """The run's journal, in the order in which it was written."""
+def events(places: RunPlaces, journal: str = "") -> list[Event]:
+    """The run's journal, or another one of that name in its directory, in the order in which it was written."""
     found = []
-    for line in jsonl.read(places.events):
+    for line in jsonl.read(places.persistent / journal if journal else places.events):
         try:
             event = Event.model_validate(line)
         except ValidationError:

@@ -48,7 +48,7 @@ def test_it_trains_digits_and_shows_how_it_goes(executed):
 def test_it_draws_curves_and_lists_checkpoints(executed):
     notebook = executed[0]
     assert any("image/png" in one["data"] for one in output(notebook, "plt.subplots"))
-    table = output(notebook, "run.checkpoint_table")[0]["data"]
+    table = output(notebook, "run.checkpoints()")[0]["data"]
     assert "step-00000300.a1" in table["text/html"]
     assert "durable" in table["text/plain"]
     assert "'0.weight': (128, 64)" in output(notebook, "load_checkpoint(result")[0]["data"]["text/plain"]
@@ -60,7 +60,8 @@ def test_the_tables_of_a_run(executed):
     assert list(run.metrics.index[:2]) == [1, 2]
     assert {"time", "loss", "samples"} <= set(run.metrics)
     assert list(run.evaluations.index) == [100, 200, 300]
-    assert run.checkpoint_table.loc["step-00000300.a1"]["state"].tolist() == ["verified", "durable"]
+    assert run.checkpoints()[0].tiers == {"local": "verified", "persistent": "durable"}
+    assert run.checkpoints().frame.loc["step-00000300.a1"]["accuracy"] > 0.9
 
 
 def test_it_is_committed_without_outputs():
