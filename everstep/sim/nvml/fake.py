@@ -37,21 +37,24 @@ class _State:
     order: list[int]
     texts: dict[str, str]
     cuda: int = 13000
+    locked: int = 0
 
     def pack(self) -> bytes:
         order = [*self.order, *([0] * (layout.GPUS - len(self.order)))]
         texts = (self.texts.get(name, "").encode() for name in layout.SYSTEM_TEXTS)
-        head = layout.HEADER.pack(layout.MAGIC, layout.digest(), len(self.order), self.cuda, *order, *texts)
+        head = layout.HEADER.pack(
+            layout.MAGIC, layout.digest(), len(self.order), self.cuda, self.locked, 0, *order, *texts
+        )
         return head + b"".join(_pack(one) for one in self.records)
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        magic, digest, count, cuda, *rest = layout.HEADER.unpack_from(data)
+        magic, digest, count, cuda, locked, _, *rest = layout.HEADER.unpack_from(data)
         if (magic, digest) != (layout.MAGIC, layout.digest()):
             raise ValueError("the state of the stand-in NVML is of another version; make a new one.")
         texts = dict(zip(layout.SYSTEM_TEXTS, map(_text, rest[layout.GPUS :]), strict=True))
         records = [_unpack(one) for one in layout.RECORD.iter_unpack(data[layout.HEADER.size :])]
-        return cls(records, rest[:count], texts, cuda)
+        return cls(records, rest[:count], texts, cuda, locked)
 
 
 class FakeNvml:
@@ -200,6 +203,11 @@ class FakeNvml:
             for one in _calls((call,)):
                 state.records[0].status[one] = error
                 state.records[0].delay[one] = layout.FOREVER if seconds is None else int(seconds * 1000)
+
+    def one_at_a_time(self, *, locked: bool = True) -> None:
+        """Calls of one process wait for each other, so that one that hangs stops all."""
+        with self._change() as state:
+            state.locked = int(locked)
 
     def unload(self) -> None:
         """The kernel module is gone: nvmlInit says that the driver is not loaded. `load` brings it back."""

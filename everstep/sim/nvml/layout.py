@@ -213,7 +213,7 @@ SIGNALS: dict[str, tuple[str, ...]] = {
 TEXTS: dict[str, int] = {"uuid": 80, "name": 96, "serial": 32, "bus": 32}
 SYSTEM_TEXTS: dict[str, int] = {"driver": 80, "nvml": 80, "stuck": 256}
 
-HEADER = struct.Struct("=QQii" + f"{GPUS}i" + "".join(f"{size}s" for size in SYSTEM_TEXTS.values()))
+HEADER = struct.Struct("=QQiiii" + f"{GPUS}i" + "".join(f"{size}s" for size in SYSTEM_TEXTS.values()))
 RECORD = struct.Struct(
     "=" + "".join(f"{size}s" for size in TEXTS.values()) + f"{len(VALUES)}q" + f"{len(CALLS)}i" * 2,
 )

@@ -36,7 +36,7 @@ enum { CALLS(PASTE) CALL_COUNT };
 
 struct header {
   uint64_t magic, layout;
-  int32_t count, cuda, order[GPUS];
+  int32_t count, cuda, locked, reserved, order[GPUS];
   char driver[DRIVER_SIZE], nvml[NVML_SIZE], stuck[STUCK_SIZE];
 };
 struct record {
@@ -59,6 +59,7 @@ struct nvmlEventSet_st {
 };
 
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER; /* where the state says that calls wait for each other */
 static int users, listed, order[GPUS];
 static char state_path[PATH_MAX], event_path[PATH_MAX + 8];
 static struct nvmlDevice_st devices[GPUS + 1][INSTANCES + 1];
@@ -97,12 +98,13 @@ static int held(const struct record *rec, int call, const struct header *head, l
 static nvmlReturn_t enter(int gpu, int call, struct record *rec) {
   struct header head;
   long long begun = now_ms();
+  int ok, locked;
   if (!users) return NVML_ERROR_UNINITIALIZED;
-  for (;;) {
-    if (!read_state(&head, rec, gpu)) return NVML_ERROR_UNKNOWN;
-    if (!held(rec, call, &head, begun)) break;
-    usleep(LOOK_MS * 1000);
-  }
+  locked = read_state(&head, rec, gpu) && head.locked;
+  if (locked) pthread_mutex_lock(&driver_lock);
+  while ((ok = read_state(&head, rec, gpu)) && held(rec, call, &head, begun)) usleep(LOOK_MS * 1000);
+  if (locked) pthread_mutex_unlock(&driver_lock);
+  if (!ok) return NVML_ERROR_UNKNOWN;
   if (gpu && (rec->value[V_lost] || !rec->value[V_present])) return NVML_ERROR_GPU_IS_LOST;
   if (gpu && rec->value[V_reset_required]) return NVML_ERROR_RESET_REQUIRED;
   if (rec->status[C_any]) return (nvmlReturn_t)rec->status[C_any];
