@@ -27,6 +27,9 @@ class StorageTiers(Block):
     local: str = Field(title="Local", description="Fast local directory (NVMe) on the worker's machine; it may vanish.")
     persistent: str = Field(title="Persistent", description="Directory that survives the machine; holds the runs.")
     object: str | None = Field(None, title="Object store", description="s3://bucket/prefix, or a directory.")
+    object_required: bool = Field(
+        True, title="Object store required", description="A run is complete only when it has its last checkpoint there."
+    )
     budget_gb: float | None = Field(None, gt=0, title="Budget, GB", description="Space for staged data on local.")
     endpoint_url: str | None = Field(
         None, title="Endpoint", description="Address of the store; AWS's own if not given."
@@ -62,7 +65,8 @@ class StorageTiers(Block):
 
     def tiers(self) -> Tiers:
         """The places, as a job would write them."""
-        given = {"local": self.local, "persistent": self.persistent, "object": self.object, "budget_gb": self.budget_gb}
+        names = ("local", "persistent", "object", "object_required", "budget_gb")
+        given = {name: getattr(self, name) for name in names}
         return Tiers.model_validate({name: value for name, value in given.items() if value is not None})
 
     def s3(self, job: S3Settings) -> S3Settings:

@@ -77,9 +77,10 @@ class Chronicle:
 
     @property
     def status(self) -> str:
-        """The word of the last `flow.ended`, or `running` after a later `flow.started`."""
-        last = next((event for event in reversed(self.events) if event.kind in ("flow.started", "flow.ended")), None)
-        return str(last.data.get("status", "ended")) if last and last.kind == "flow.ended" else "running"
+        """The word of the last `flow.ended` (or `object.complete`, which may come later), `running` after a `flow.started`."""
+        kinds = ("flow.started", "flow.ended", "object.complete")
+        last = next((event for event in reversed(self.events) if event.kind in kinds), None)
+        return str(last.data.get("status", "ended")) if last and last.kind != "flow.started" else "running"
 
     @cached_property
     def last_metrics(self) -> dict[str, float]:

@@ -112,6 +112,9 @@ class Tiers(Record):
     object: str | None = Field(
         None, description="s3://bucket/prefix or a directory: takes every kept checkpoint, the newest first."
     )
+    object_required: bool = Field(
+        True, description="A run is complete only when the object tier has its last checkpoint."
+    )
     budget_gb: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Space for staged data sets on the local tier; the one least recently used goes first."
     )

@@ -28,15 +28,21 @@ QUICK_SECONDS = 2.0
 
 
 def completed(life: "Life") -> dict[str, Any]:
-    """All steps are done: every copy lands, the last checkpoint is durable and proved, then it is written down."""
+    """All steps are done: every copy lands, the last checkpoint is durable and proved, then it is written down.
+
+    Raises StoreUnavailable where a tier that the job requires has not taken it: training is done, the run is not.
+    """
+    places = life.run.places
     if not landed(life):
-        places = life.run.places
         raise StoreUnavailable(
             f"The steps are done, but the persistent tier {places.persistent} did not take the last checkpoint "
             f"within {life.run.job.limits.drain:.0f} s; mend the tier and run the same command to finish the copy."
         )
     life.observer.look()
     life.keep()
+    if life.run.job.tiers.object_required and (missing := _behind(places)):
+        _write_down(life, "degraded", tracker_seconds=15.0)
+        raise StoreUnavailable(_degraded(life, missing))
     return _write_down(life, "completed", tracker_seconds=15.0)
 
 
@@ -49,9 +55,25 @@ def landed(life: "Life") -> bool:
         if places.object:
             marks.promote(places, good(places, "local")[:1])
         until = time.monotonic() + life.run.job.limits.drain
-        life.all_landed = _drain(life)
+        life.all_landed = _drain(life) and _has_last(life)
         drain_object(life, until - time.monotonic())
     return life.all_landed
+
+
+def _has_last(life: "Life") -> bool:
+    """Whether the last checkpoint is durable on the persistent tier: by its mark, not by a copier's exit."""
+    places, known = life.run.places, marks.states(life.run.places)
+    keys = [key for key in good(places, "persistent") if State.durable in known.get((key.folder, "persistent"), set())]
+    return bool(keys) and keys[0].step >= (life.end.step or 0 if life.end else 0)
+
+
+def _degraded(life: "Life", missing: str) -> str:
+    job, places = life.run.job, life.run.places
+    return (
+        f"The steps are done and {missing} is on the persistent tier, but the object tier {places.object} did not take it "
+        f"within {job.limits.drain:.0f} s; when it answers, run the same command: only the copy is made then. "
+        "Where the run is complete without it, set tiers.object_required: false."
+    )
 
 
 def stopped(life: "Life") -> dict[str, Any]:
@@ -127,14 +149,24 @@ def _behind(places: RunPlaces) -> str:
 
 
 def again(life: "Life") -> dict[str, Any]:
-    """A finished run: nothing to do, the same line."""
+    """A finished run: nothing to do but what is left to copy, and the same line.
+
+    Raises StoreUnavailable where the object tier still lacks what the job requires of it.
+    """
     assert life.run.final is not None
+    places, final = life.run.places, life.run.final
     life.progress.say(f"run {life.run.record.run} is complete: nothing is left to train")
+    if _behind(places):
+        drain_object(life, life.run.job.limits.drain)
+    if final["status"] == "degraded":
+        if (missing := _behind(places)) and life.run.job.tiers.object_required:
+            outcome.deliver(final)
+            raise StoreUnavailable(_degraded(life, missing))
+        if life.run.owned:
+            final = _completed_late(life, final, missing)
     if life.run.owned:
         life.tracker.replay(life.run.job.limits.drain)
-    if _behind(life.run.places):
-        drain_object(life, life.run.job.limits.drain)
-    final, past = life.run.final, history.read(life.run.places)
+    past = history.read(places)
     promoted = life.tracker.promotion or life.promotion
     if promoted is not None:  # it had to wait for MLflow when the run ended, or was not wished then
         final = final | {"promotion": promoted.model_dump(mode="json")}
@@ -143,6 +175,21 @@ def again(life: "Life") -> dict[str, Any]:
         reporting.attempt(life.reporter, past, final, life.journal.record, life.publish)
     outcome.deliver(final)
     _take_leave(life, final, past)
+    return final
+
+
+def _completed_late(life: "Life", final: dict[str, Any], missing: str) -> dict[str, Any]:
+    """The copy that a finished run lacked has been made, or the job requires it no longer: now it is complete."""
+    places, final = life.run.places, final | {"status": "completed"}
+    step = int(final["step"])
+    life.journal.record("object.complete", step=step, status="completed", missing=missing)
+    life.tracker.object_tier(missing)
+    if (durable := newest_on(places, "persistent")) and not missing:
+        life.tracker.checkpoint(places.uri("object", durable.name), step)
+    life.tracker.wake()
+    atomic.write(places.final, (json.dumps(final) + "\n").encode())
+    life.far.tell_end()
+    reporting.attempt(life.reporter, history.read(places), final, life.journal.record, life.publish)
     return final
 
 
@@ -160,8 +207,11 @@ def _write_down(life: "Life", status: str, tracker_seconds: float) -> dict[str, 
     told = {"status": status, "step": step, "checkpoint": durable.as_uri() if durable else None}
     life.tracker.artifacts(reporting.draft(life.reporter, told, life.journal.record, quick=quick))
     life.tracker.finish(status, durable)
-    if durable and places.object and not _behind(places):
-        life.tracker.checkpoint(places.uri("object", durable.name), step)
+    if durable and places.object:
+        missing = _behind(places)
+        life.tracker.object_tier(missing)
+        if not missing:
+            life.tracker.checkpoint(places.uri("object", durable.name), step)
     life.tracker.close(tracker_seconds)
     promoted = life.tracker.promotion or life.promotion
     life.journal.record("flow.ended", step=step, status=status)

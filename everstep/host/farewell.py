@@ -19,7 +19,7 @@ def lines(
         yield f"stopped at step {final['step']}; run the same command to go on"
         return
     figures = "".join(f", {name} {value:.4g}" for name, value in sorted(metrics.items()))
-    yield f"completed: step {final['step']}{figures}"
+    yield f"{final['status']}: step {final['step']}{figures}"
     if shown:
         yield "\n".join(f"  | {line}" for line in printable(shown).splitlines())
     yield f"report:     {final['report']}"

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from everstep.core.checkpoint import Key, State
+from everstep.core.checkpoint import Key, State, abandoned
 from everstep.core.errors import EverstepError
 from everstep.core.health import Severity
-from everstep.host.runs import takeover_wish
+from everstep.host.runs import claims, takeover_wish
 from everstep.host.tail import Row, Tail
 from everstep.store import checkpoint, marks
 from everstep.store.layout import RunPlaces
@@ -39,6 +39,7 @@ class Observer:
         self._places = places
         self._record = record
         self._known: set[tuple[str, str, State]] = set()
+        self._overtaken: set[Key] = set()
         self._failures = {
             "local": Tail(places.persistent / "save-errors.jsonl"),
             "": Tail(places.persistent / "copier.jsonl"),
@@ -88,6 +89,7 @@ class Observer:
             present = self._present()
             for folder, tier, state in sorted(present - self._known, key=lambda one: (one[0], one[2].value, one[1])):
                 self._tell(folder, tier, state)
+            self._tell_overtaken(present)
             self._known |= present
             self._note_durable()
             for row in self._removed_since():
@@ -120,9 +122,28 @@ class Observer:
         self._record(
             _KINDS[state], step=key.step if key else None, checkpoint=folder, tier=tier, text=reason, reason=reason
         )
-        rotted = (folder, tier, State.verified) in self._known  # bytes that were right once are no fault of the training
+        rotted = (
+            folder,
+            tier,
+            State.verified,
+        ) in self._known  # bytes that were right once are no fault of the training
         if state is State.quarantined and tier == "local" and key and key.attempt == self.attempt and not rotted:
             self._damaged = folder
+
+    def _tell_overtaken(self, present: set[tuple[str, str, State]]) -> None:
+        """Name the checkpoints that went from the local tier before any copy was made: newer ones had overtaken them."""
+        saved = _saved(present)
+        safe = {folder for folder, _, state in self._known | present if state in (State.durable, State.quarantined)}
+        left = {key for key in _saved(self._known) - saved - self._overtaken if key.folder not in safe}
+        passed = sorted(key for key in left if saved and key < max(saved))
+        if not passed:
+            return
+        resumed = {number: claim.resumed_from for number, claim in claims(self._places).items()}
+        for key in passed:
+            self._overtaken.add(key)
+            if not abandoned(key, resumed):
+                text = f"{key.folder} was overtaken by newer checkpoints before it could be copied, and was dropped"
+                self._record("checkpoint.overtaken", step=key.step, text=text, checkpoint=key.folder)
 
     def _present(self) -> set[tuple[str, str, State]]:
         found = {
@@ -151,3 +172,8 @@ class Observer:
                 self._takeover = takeover_wish(self._places).exists()
             except (OSError, EverstepError):  # a tier that does not answer now may answer later: unknown is not failed
                 time.sleep(LOOK_SECONDS)
+
+
+def _saved(seen: set[tuple[str, str, State]]) -> set[Key]:
+    """The checkpoints that the local tier holds, or held."""
+    return {key for folder, _, state in seen if state is State.saved and (key := Key.parse(folder))}

@@ -144,7 +144,7 @@ def _find_or_create(
 def _last_line(job: TrainJob, places: RunPlaces) -> dict[str, Any] | None:
     """The JSON line of a run in which nothing is left to do for this job."""
     final = final_line(places)
-    if final is None or final["status"] != "completed":
+    if final is None or final["status"] not in ("completed", "degraded"):  # of the latter a copy is still to be made
         return None
     return final if int(final["step"]) >= job.steps or final.get("finished_early") else None
 

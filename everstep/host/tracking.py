@@ -31,7 +31,7 @@ AWAY_SECONDS = 15.0
 """How long the end of a run waits for a promotion while MLflow does not answer. After that it is left to the next flow run."""
 ARTIFACT_LIMIT = 4 << 20
 """Bytes of a file that MLflow is given: its servers stand behind gateways that refuse large requests."""
-ENDS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+ENDS = {"completed": "FINISHED", "degraded": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class Tracker:
@@ -136,6 +136,10 @@ class Tracker:
     def checkpoint(self, uri: str, step: int) -> None:
         """A newer checkpoint is durable."""
         self._wish({"everstep.checkpoint": uri, "everstep.checkpoint_step": str(step)})
+
+    def object_tier(self, missing: str) -> None:
+        """Whether the object tier has the newest checkpoint; `missing` names it if not."""
+        self._wish({"everstep.object": f"missing {missing}" if missing else "complete"})
 
     def propose(self, one: Candidate | None) -> None:
         """A checkpoint is to be registered as candidate. Of several the newest counts."""

@@ -244,3 +244,33 @@ def test_on_s3_it_is_killed_meets_faults_and_brings_it_there(places, s3_server, 
     told = list(jsonl.read(places.persistent / "copier.jsonl"))
     assert any("run out" in row["text"] for row in told)
     assert s3_server.secret_key not in (places.persistent / "copier.jsonl").read_text()
+
+
+def test_a_store_that_says_200_and_loses_bodies_is_found_out_and_sent_to_again(places, s3_server, s3_proxy, tmp_path):
+    """Case BC-035: 50 files; the store says 200, drops two bodies and stores one truncated. Success is proved by reading."""
+    bucket = s3_server.bucket()
+    key = save(places, 10, ranks=48)
+    folder = places.checkpoint("local", key)
+    assert len(list(folder.iterdir())) - 1 >= 50
+    client = s3_server.client()
+
+    def keep(target, body):
+        client.put_object(Bucket=bucket, Key=target.partition("?")[0].removeprefix(f"/{bucket}/"), Body=body)
+
+    lost = ("rank-3.safetensors", "rank-17.json", "rank-30.safetensors")
+    s3_proxy.plan(
+        Fault("drop", "PUT", lost[0]), Fault("drop", "PUT", lost[1]), Fault("drop", "PUT", lost[2], at=40, keep=keep)
+    )
+    with process(places, s3_server, s3_proxy.endpoint, [], tmp_path, bucket) as child:
+        assert end(child) == 0
+    assert is_durable(places, key)
+    for path in folder.iterdir():
+        there = client.get_object(Bucket=bucket, Key=f"x/checkpoints/{key.folder}/{path.name}")["Body"].read()
+        assert there == path.read_bytes(), path.name
+    manifest = s3_proxy.seen("PUT", "manifest.json")
+    assert len(manifest) == 1
+    for name in lost:
+        sent = s3_proxy.seen("PUT", name)
+        assert len(sent) >= 2
+        assert sent[-1].time < manifest[0].time, "only then the tier is complete"
+    assert any(row["kind"] == "copier.error" for row in jsonl.read(places.persistent / "copier.jsonl"))
