@@ -55,7 +55,7 @@ class Watcher:
         self.notes = Notes()
         self.looked = 0
         self.hangs = False
-        self._look = look
+        self.look = look
         self._turn = turn
         self._asked = False
         self._leaving = False
@@ -99,7 +99,7 @@ class Watcher:
                     return
             failure = ""
             try:
-                self._look(self.notes)
+                self.look(self.notes)
             except Exception as error:  # noqa: BLE001 - the edge of a thread: told, and judged by the parent
                 failure = f"{type(error).__name__}: {error}"
             with self._turn:
@@ -125,7 +125,9 @@ class Watch:
                 if not self._watchers[name].busy:
                     self._watchers.pop(name).leave()
             for name, look in looks.items():
-                if name not in self._watchers:
+                if name in self._watchers:
+                    self._watchers[name].look = look
+                else:
                     until = now + (held or {}).get(name, 0.0)
                     self._watchers[name] = Watcher(name, look, self._turn, until)
 
