@@ -77,7 +77,7 @@ def _check_model(program: Program) -> None:
         raise ProgramError("model: has no parameter that requires a gradient, so there is nothing to train.")
     if any(parameter.is_meta for parameter in program.model.parameters()):
         raise ProgramError("model: has parameters on the meta device; build() must give them values.")
-    sharding.check(program.model)
+    sharding.check(program.model, scaled=program.scaler is not None)
     _must_have("optimizer", program.optimizer, "step", "param_groups", "state_dict", "load_state_dict")
 
 

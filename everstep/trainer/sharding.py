@@ -69,17 +69,25 @@ def dimension(value: Any, path: str) -> int | None:
     return dim % len(value.shape)
 
 
-def check(model: nn.Module) -> None:
-    """Refuse a model that is sharded in another way than by FSDP2 over all ranks. Raises ProgramError."""
-    for name, parameter in model.named_parameters():
-        if not is_sharded(parameter):
-            continue
+def check(model: nn.Module, *, scaled: bool) -> None:
+    """Refuse a model that is sharded in another way than by FSDP2 over all ranks. Raises ProgramError.
+
+    `scaled`: gradients go through a GradScaler, which takes none of a model that is sharded in part.
+    """
+    sharded = {name: one for name, one in model.named_parameters() if is_sharded(one)}
+    for name, parameter in sharded.items():
         dimension(parameter, f"model/{name}")
         if not any(fully_sharded(model)):
             raise ProgramError(
                 f"model: {name} is a sharded parameter, but no module was given to fully_shard, which alone makes ranks "
                 "with different samples train one model."
             )
+    whole = [name for name, one in model.named_parameters() if one.requires_grad and name not in sharded]
+    if scaled and sharded and whole:
+        raise ProgramError(
+            f"scaler: a GradScaler cannot work with {whole[0]}, which is whole, beside sharded parameters; give the model "
+            "itself to fully_shard, too."
+        )
 
 
 def fully_sharded(model: nn.Module) -> Iterator[Any]:

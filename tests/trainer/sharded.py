@@ -1,10 +1,14 @@
 """SHARDED: TINY with a model that `fully_shard` cuts over all ranks, or parts of it, or not at all."""
 
+import os
+
 import torch
 from tiny import Tiny
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 
 class Net(nn.Module):
@@ -18,9 +22,9 @@ class Net(nn.Module):
         if config.get("tied"):
             self.same = nn.Linear(15, 15, bias=False)
             self.same.weight = self.again.weight
-        self.drop = nn.Dropout(0.2)
+        self.drop = nn.Dropout(config.get("drop", 0.2))
         self.out = nn.Linear(15, 1)
-        self.scale = Scale()
+        self.scale = Scale(real=bool(config.get("scaler")))
 
     def forward(self, rows):
         seen = self.drop(self.again(torch.relu(self.norm(self.inner(rows)))))
@@ -30,24 +34,31 @@ class Net(nn.Module):
 
 
 class Scale(nn.Module):
-    """Complex: FSDP wants one dtype in a group."""
+    """Complex numbers, which a gradient scaler does not take; FSDP wants one dtype in a group."""
 
-    def __init__(self):
+    def __init__(self, real):
         super().__init__()
-        self.by = nn.Parameter(torch.tensor([1 + 0.5j, 0.2 - 0.1j, 0.1j]))
+        by = torch.tensor([1 + 0.5j, 0.2 - 0.1j, 0.1j])
+        self.by = nn.Parameter(by.real.clone() if real else by)
 
     def forward(self, seen):
-        return seen * (self.by.real.sum() + self.by.imag.sum())
+        return seen * torch.view_as_real(self.by).sum() if self.by.is_complex() else seen * self.by.sum()
 
 
 def shard(model, config):
     how = config.get("shard", "all")
-    if how == "none":
+    if how == "none" or (how == "if several" and os.environ["WORLD_SIZE"] == "1"):
+        return
+    if how == "two dimensions":
+        fully_shard(model.inner, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+        return
+    if how == "by hand":
+        model.out = parallelize_module(model.out, init_device_mesh("cpu", (2,)), ColwiseParallel())
         return
     more = {}
-    if how == "columns":  # along the second dimension where there is one that can be cut evenly
-        more = {"shard_placement_fn": lambda one: Shard(1) if one.ndim == 2 and one.shape[1] % 4 == 0 else Shard(0)}
-    if how != "some":
+    if how == "columns":  # along the second dimension, where it can be cut evenly
+        more = {"shard_placement_fn": lambda one: Shard(1) if one.ndim == 2 and one.shape[1] == 8 else Shard(0)}
+    if how != "some" and not config.get("tied"):  # FSDP wants tied parameters in one group
         fully_shard(model.again)
     fully_shard(model.inner, **more)
     fully_shard(model.scale)
@@ -93,11 +104,27 @@ class Sharded(Tiny):
             return torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
         return torch.optim.AdamW(self.model.parameters(), lr=1e-2, amsgrad=True)
 
+    def dump(self):
+        """Once, before the first step: the whole of weights and moments, which the ranks gather."""
+        path = self.config.pop("dump", None)
+        if path:
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
+            state |= {name: one.state_dict() for name, one in self.state.items() if name == "average"}
+            state = gathered(state)
+            if os.environ["RANK"] == "0":
+                torch.save(state, path)
+
     def loss(self, batch):
         found = super().loss(batch)
         if self.model.training and "average" in self.state:
             self.state["average"].update(self.model)
         return found
+
+
+def gathered(state):
+    if isinstance(state, dict):
+        return {key: gathered(one) for key, one in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state
 
 
 def build(config, data):
