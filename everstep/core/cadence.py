@@ -7,12 +7,13 @@ Checkpoint Interval with Availability as an Objective Function", NVIDIA, arXiv:2
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from everstep.core import words
+from everstep.core.ledger import Event
 from everstep.core.record import Record
 
 LONGEST_SECONDS = 30 * 60.0
@@ -150,6 +151,18 @@ def told(inputs: Inputs) -> list[tuple[str, str, str]]:
         ("recovery takes", inputs.recovery),
     )
     return [(name, _length(one.seconds), one.source) for name, one in rows if one is not None]
+
+
+def newest(events: Iterable[Event]) -> Cadence | None:
+    """The choice that a run made last, as its events tell it; None without one."""
+    found = None
+    for event in events:
+        if event.kind == "cadence.chosen":
+            try:
+                found = Cadence.model_validate(event.data)
+            except ValidationError:
+                continue
+    return found
 
 
 def usual(values: Sequence[float]) -> float:

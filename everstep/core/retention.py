@@ -12,6 +12,8 @@ from typing import Protocol
 
 from everstep.core.checkpoint import Key, abandoned
 from everstep.core.job import CheckpointPolicy
+from everstep.core.ledger import Event
+from everstep.core.record import Record
 
 GIGABYTE = 10**9
 
@@ -122,6 +124,25 @@ class Retention:
             held -= one.bytes if over else 0
             told.append(Fate(one.key, one.bytes, keeps=False, why=f"{why}; it was {one.why}") if over else one)
         return told
+
+
+class Freed(Record):
+    """What retention has removed from a tier: how many checkpoints, and their bytes."""
+
+    checkpoints: int = 0
+    bytes: int = 0
+
+
+def freed(events: Iterable[Event]) -> dict[str, Freed]:
+    """What has been removed by tier, as a run's events tell it."""
+    found: dict[str, Freed] = {}
+    for event in events:
+        if event.kind == "checkpoint.removed":
+            tier, size = str(event.data.get("tier") or ""), event.data.get("bytes")
+            before = found.get(tier, Freed())
+            more = int(size) if isinstance(size, int | float) else 0
+            found[tier] = Freed(checkpoints=before.checkpoints + 1, bytes=before.bytes + more)
+    return found
 
 
 def removable(tier: Iterable[Kept], retention: Retention, claims: Mapping[int, int], shed: int = 0) -> list[Key]:

@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
-from everstep.core import words
+from everstep.core import cadence, words
 from everstep.core.checkpoint import Key, State
 from everstep.core.chronicle import AttemptStory, Chronicle, Held
 from everstep.core.curve import Curve
 from everstep.core.headline import headline
 from everstep.core.health import Severity
 from everstep.core.ledger import Event
+from everstep.core.retention import freed
 from everstep.core.summary import (
     AttemptLine,
     CauseLine,
@@ -25,6 +26,7 @@ from everstep.core.summary import (
     GateLine,
     Happened,
     Notice,
+    Rhythm,
     RunReport,
     Spent,
     TimeMap,
@@ -76,6 +78,8 @@ def summarise(facts: Facts) -> RunReport:
         checkpoints_in_all=len(checkpoints),
         checkpoint_counts=_counts(marks, checkpoints),
         checkpoint_marks=_thinned(marks),
+        cadence=_rhythm(chronicle.events, facts.job),
+        freed=freed(chronicle.events),
         gates=tuple(_gate(one, facts.links) for one in chronicle.events if one.kind.startswith("gate.")),
         promotion=_promotion(final),
         promotion_events=tuple(_notice(one) for one in chronicle.events if one.kind.startswith("promotion."))[-20:],
@@ -256,6 +260,22 @@ def _checkpoints(
         )
         for key, copies in sorted(by_folder.items())
     )
+
+
+def _rhythm(events: Sequence[Event], job: Mapping[str, Any] | None) -> Rhythm | None:
+    """What the job says, or what the run chose by itself; None where neither is known."""
+    policy = (job or {}).get("checkpoint")
+    steps, minutes = (policy.get("every_steps"), policy.get("every_minutes")) if isinstance(policy, Mapping) else (0, 0)
+    if steps := _whole(steps):
+        return Rhythm(text=f"A save after every {words.count(steps, 'step')}, as the job says.")
+    if isinstance(minutes, int | float) and minutes:
+        return Rhythm(text=f"A save every {words.duration(60 * minutes)}, as the job says.")
+    chosen = cadence.newest(events)
+    if chosen is None:
+        return None
+    text = cadence.sentence(chosen)
+    choices = sum(1 for event in events if event.kind == "cadence.chosen")
+    return Rhythm(text=f"{text[0].upper()}{text[1:]}.", chosen=chosen, choices=choices)
 
 
 def _promoted(final: Mapping[str, Any]) -> set[str]:

@@ -6,11 +6,13 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
+from everstep.core.cadence import Cadence
 from everstep.core.checkpoint import Structure
 from everstep.core.chronicle import Chronicle
 from everstep.core.curve import Curve
 from everstep.core.job import Price
 from everstep.core.record import Record, Versioned
+from everstep.core.retention import Freed
 
 
 class Spent(Record):
@@ -67,6 +69,14 @@ class CheckpointLine(Record):
     promoted: bool = False
     abandoned: bool = False
     reason: str = ""
+
+
+class Rhythm(Record):
+    """How often the run saves. `chosen` is the newest choice where it chooses itself; `choices` counts them."""
+
+    text: str = Field(description="In a sentence.")
+    chosen: Cadence | None = None
+    choices: int = 0
 
 
 class Happened(Record):
@@ -142,6 +152,8 @@ class RunReport(Versioned):
         {}, description="How many were ever saved, durable, quarantined, removed."
     )
     checkpoint_marks: tuple[Happened, ...] = ()
+    cadence: Rhythm | None = Field(None, description="How often it saves, and why so often.")
+    freed: dict[str, Freed] = Field({}, description="What retention has removed, by tier.")
     gates: tuple[GateLine, ...] = ()
     promotion: dict[str, JsonValue] = {}
     promotion_events: tuple[Notice, ...] = ()

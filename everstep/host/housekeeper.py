@@ -41,7 +41,7 @@ class Housekeeper:
         self._in_use = in_use
         self._clock = clock
         self._turn = threading.Lock()
-        self._failing: set[str] = set()
+        self._failing: dict[str, set[object]] = {}
         self._short: set[str] = set()
         self._looked = -LOOK_SECONDS
         self._sizes: dict[Key, int] = {}
@@ -62,7 +62,7 @@ class Housekeeper:
         except (OSError, EverstepError) as error:
             self._fail("room", error)
         else:
-            self._failing.discard("room")
+            self._failing.pop("room", None)
 
     def _provide(self, tiers: list[str], needed: int) -> None:
         """Free so much on the device of these tiers, the nearest first: what is on it may vanish anyway."""
@@ -107,7 +107,7 @@ class Housekeeper:
         if swept.failures:
             self._fail("retention", swept.failures[0])
         else:
-            self._failing.discard("retention")
+            self._failing.pop("retention", None)
         return sum(one.bytes for one in swept.removed)
 
     def _tell(self, swept: Swept) -> None:
@@ -124,8 +124,10 @@ class Housekeeper:
 
     def _fail(self, what: str, error: OSError | EverstepError) -> None:
         """Once for each kind of trouble, until it is over."""
-        if what not in self._failing:
-            self._failing.add(what)
+        kind = (type(error).__name__, getattr(error, "errno", None))
+        known = self._failing.setdefault(what, set())
+        if kind not in known:
+            known.add(kind)
             self._record(
                 "retention.failed",
                 severity=Severity.medium,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from everstep.core import words
+from everstep.core import cadence, words
 from everstep.core.summary import AttemptLine, CheckpointLine, RunReport
 from everstep.core.timeline import Bucket
 from everstep.report import pictures
@@ -49,6 +49,7 @@ def render(report: RunReport) -> str:
             attempts=tuple(reversed(report.attempts)),
             checkpoints=tuple(reversed(report.checkpoints)),
             tiers=_tiers(report.checkpoints),
+            rhythm=cadence.told(report.cadence.chosen.inputs) if report.cadence and report.cadence.chosen else (),
             aside=[one for one in report.checkpoints if _is_aside(one)],
             go_on=list(go_on(report)),
             job=yaml.safe_dump(report.job, sort_keys=False, allow_unicode=True) if report.job else "",

@@ -1,11 +1,15 @@
 """The plain text report of a run: one page that tells an engineer on call how it stands and where its time went."""
 
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from everstep.core import cadence
+from everstep.core.cadence import Cadence
 from everstep.core.checkpoint import State
 from everstep.core.chronicle import AttemptStory, Chronicle, Held
+from everstep.core.retention import Freed, freed
 from everstep.core.timeline import Account, Bucket
 from everstep.core.words import duration, first_line, size
 
@@ -42,7 +46,8 @@ def render(chronicle: Chronicle, final: Mapping[str, Any] | None = None) -> str:
         _head(chronicle, final, account),
         _time(account),
         _attempts(chronicle.attempts),
-        _checkpoints(chronicle.checkpoints),
+        _checkpoints(chronicle.checkpoints, freed(chronicle.events)),
+        _rhythm(cadence.newest(chronicle.events)),
         _set_aside(chronicle.checkpoints),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section) + "\n"
@@ -127,7 +132,7 @@ def _attempts(stories: Sequence[AttemptStory]) -> list[str]:
     return lines
 
 
-def _checkpoints(held: Iterable[Held]) -> list[str]:
+def _checkpoints(held: Iterable[Held], gone: Mapping[str, Freed]) -> list[str]:
     by_folder: dict[str, list[Held]] = {}
     for one in held:
         if not one.gone:
@@ -141,7 +146,17 @@ def _checkpoints(held: Iterable[Held]) -> list[str]:
         words = {one.tier: "not committed" if one.torn else one.state.value for one in copies}
         remark = "left behind by a later attempt" if copies[0].abandoned else ""
         rows.append((folder, *(words.get(tier, "-") for tier in tiers), size(max(one.bytes for one in copies)), remark))
-    return _title("Checkpoints", len(by_folder) - len(shown)) + _table(rows)
+    lines = _title("Checkpoints", len(by_folder) - len(shown)) + _table(rows)
+    said = [f"{one.checkpoints:,} on the {tier} tier ({size(one.bytes) or '0 B'})" for tier, one in gone.items()]
+    return lines + (["", f"  Removed by retention: {', '.join(said)}."] if said else [])
+
+
+def _rhythm(chosen: Cadence | None) -> list[str]:
+    if chosen is None:
+        return []
+    text = cadence.sentence(chosen)
+    said = textwrap.wrap(f"{text[0].upper()}{text[1:]}.", WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return [*_title("How often it saves"), *said, *_table(cadence.told(chosen.inputs))]
 
 
 def _set_aside(held: Iterable[Held]) -> list[str]:
