@@ -10,10 +10,12 @@ if __name__ == "__main__":  # a wrong job is answered, and the server is startin
 
     console = open_console(sys.argv[1:], "flows.stage")
 
+from blocks.guardrails import Guardrails
 from blocks.tiers import StorageTiers
 from blocks.tracking import Tracking
 from everstep.core.job import TrainJob
 from everstep.host.life import Staged
+from tasks.guard import bounded
 from tasks.places import placed
 from tasks.server import PartFlow
 from tasks.stage import bring, deliver
@@ -26,7 +28,7 @@ def data_of_a_job(job: TrainJob) -> Staged:
         job: The training job.
 
     """
-    with placed(job, StorageTiers, Tracking) as (resolved, access):
+    with placed(bounded(job, Guardrails), StorageTiers, Tracking) as (resolved, access):
         return bring(resolved, access)
 
 

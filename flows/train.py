@@ -12,6 +12,7 @@ if __name__ == "__main__":  # a wrong job is answered, and the server is startin
 
 from typing import Any
 
+from blocks.guardrails import Guardrails
 from blocks.tiers import StorageTiers
 from blocks.tracking import Tracking
 from everstep.core.job import TrainJob
@@ -20,6 +21,7 @@ from everstep.host.life import own_run
 from flows.stage import stage
 from tasks.cancel import watching
 from tasks.gate import check_data
+from tasks.guard import bounded
 from tasks.places import placed
 from tasks.promote import promote
 from tasks.server import LocalFlow
@@ -34,7 +36,7 @@ def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
         take_over: Ask another living flow run that owns this run to save and leave.
 
     """
-    with watching() as prefect, placed(job, StorageTiers, Tracking):
+    with watching() as prefect, placed(bounded(job, Guardrails), StorageTiers, Tracking):
         staged = stage(job)
         with own_run(staged, prefect, take_over=take_over) as run:
             check_data(run)

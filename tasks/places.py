@@ -74,6 +74,17 @@ def way_of(block: TiersBlock, settings: S3Settings) -> Access | None:
 
 def load(kind: type[B], field: str, name: str) -> B:
     """A block that a job names. Raises ValueError with one plain sentence."""
+    found = find(kind, field, name)
+    if found is None:
+        raise ValueError(
+            f"{field}: Prefect at {get_current_settings().api.url} has no {kind.get_block_type_slug()} block named "
+            f"{name!r}; make it there under Blocks, or set PREFECT_API_URL to the server that has it."
+        )
+    return found
+
+
+def find(kind: type[B], field: str, name: str) -> B | None:
+    """A block, None if the server has none of that name. Raises ValueError for one that is not right."""
     try:
         return kind.load(name, _sync=True)  # type: ignore[call-arg, return-value]
     except RuntimeError as error:
@@ -82,10 +93,7 @@ def load(kind: type[B], field: str, name: str) -> B:
         why = _first(error.__cause__)
         raise ValueError(f"{field}: the block {name!r} is not right ({why}); mend it in Prefect's UI.") from None
     except ValueError:
-        raise ValueError(
-            f"{field}: Prefect at {get_current_settings().api.url} has no {kind.get_block_type_slug()} block named "
-            f"{name!r}; make it there under Blocks, or set PREFECT_API_URL to the server that has it."
-        ) from None
+        return None
 
 
 def _first(error: ValidationError) -> str:

@@ -3,8 +3,10 @@
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from blocks.guardrails import Guardrails
 from blocks.tiers import StorageTiers
 from blocks.tracking import Tracking
+from everstep.core.guardrails import Guardrails as Rules
 from everstep.core.job import Tiers
 from everstep.core.place import S3Settings
 
@@ -51,6 +53,9 @@ def test_tracking_hands_out_a_place_and_credentials_for_the_flow_alone():
         (StorageTiers, PLACES | {"endpoint_url": "store:9000"}, "must be http"),
         (StorageTiers, PLACES | {"addressing": "sideways"}, "should be .auto., .path. or .virtual."),
         (StorageTiers, PLACES | KEYS | {"access_key": None}, "belong together"),
+        (Guardrails, {"programs": ["a"], "data": ["data"]}, "neither an absolute folder nor s3"),
+        (Guardrails, {"programs": ["a/b.py"], "data": ["/d"]}, "neither a module nor an absolute folder"),
+        (Guardrails, {"programs": [], "data": ["/d"]}, "at least 1 item"),
         (Tracking, {"uri": "http://me:pa55-of-ours@mlflow"}, "holds a password"),
         (Tracking, {"uri": "http://mlflow", "username": "me"}, "belong together"),
         (
@@ -74,10 +79,15 @@ def test_no_secret_is_shown():
     assert "-of-ours" not in repr(tiers.keys())
 
 
-@pytest.mark.parametrize("kind", [StorageTiers, Tracking])
+@pytest.mark.parametrize("kind", [Guardrails, StorageTiers, Tracking])
 def test_every_field_of_the_form_says_what_it_is(kind):
     """The form in Prefect's UI is made from the schema."""
     fields = kind.model_json_schema()["properties"]
     assert all(one["title"] and one["description"] for one in fields.values()), fields
     secrets = {name for name, one in kind.model_fields.items() if "SecretStr" in str(one.annotation)}
     assert {name.partition(".")[0] for name in kind.model_json_schema()["secret_fields"]} == secrets
+
+
+def test_guardrails_are_handed_out_as_plain_lists():
+    block = Guardrails(programs=["acme", "/srv/programs"], data=["/srv/data", "s3://corpora"])
+    assert block.rules() == Rules(programs=("acme", "/srv/programs"), data=("/srv/data", "s3://corpora"))

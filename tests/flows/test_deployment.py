@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import AwaitingRetry, Cancelling
 from rigs.flow_runs import await_state
 
+from blocks.guardrails import Guardrails
 from blocks.tiers import StorageTiers
 from blocks.tracking import Tracking
 from everstep.core.job import TrainJob
@@ -152,7 +153,7 @@ def test_a_deployed_job_is_cancelled_in_mid_segment_retried_and_goes_on(make_des
 
 def test_what_is_deployed_suits_long_jobs_and_gives_a_form(deployed, client):
     named = {one["name"] for one in yaml.safe_load(FILE.read_text())["deployments"]}
-    assert named == {"train", "stage"}
+    assert named == {"train", "stage", "scrub"}
     assert len(client.read_deployments()) == len(named)
     train = client.read_deployment_by_name("train/train")
     assert train.job_variables["stream_output"] is False
@@ -162,6 +163,30 @@ def test_what_is_deployed_suits_long_jobs_and_gives_a_form(deployed, client):
     form = train.parameter_openapi_schema
     assert form["required"] == ["job"]
     assert set(form["definitions"]["TrainJob"]["properties"]) == set(TrainJob.model_fields)
+
+
+def test_guardrails_bound_what_a_deployed_job_may_name(make_desk, worker, prefect, client):
+    """Refused before anything of the job runs, in one sentence; what is allowed goes through."""
+    desk = make_desk("bounded", steps=5)
+    job = json.loads(subprocess.check_output([sys.executable, "-m", "everstep.host.jobs", str(desk.write())], cwd=ROOT))
+    rules = {"programs": ["everstep.programs"], "data": [str(desk.folder)], "tiers": [str(desk.folder)]}
+    Guardrails(**rules).save(Guardrails.NAME, overwrite=True, _sync=True)
+    try:
+        prefect("deployment", "run", "train/train", "--params", json.dumps({"job": job}))
+        run = client.read_flow_runs(sort="EXPECTED_START_TIME_DESC", limit=1)[0]
+        assert await_state(client, run.id, {"Completed", "Crashed", "Failed"}, 120) == "Failed"
+        said = client.read_flow_run(run.id).state.message
+        assert f"program: '{desk.folder}/mine.py:build' is not allowed in a job that comes through this server" in said
+        assert "(allowed: everstep.programs); whoever looks after the Guardrails block 'default' can allow it." in said
+        assert not list(desk.folder.glob("persistent/*"))
+        assert not list(desk.folder.glob("nvme/datasets"))
+
+        Guardrails(**rules | {"programs": [str(desk.folder)]}).save(Guardrails.NAME, overwrite=True, _sync=True)
+        prefect("deployment", "run", "stage/stage", "--params", json.dumps({"job": job}))
+        run = client.read_flow_runs(sort="EXPECTED_START_TIME_DESC", limit=1)[0]
+        assert await_state(client, run.id, {"Completed", "Crashed", "Failed"}, 120) == "Completed"
+    finally:
+        Guardrails.delete(Guardrails.NAME, _sync=True)
 
 
 @pytest.mark.parametrize(("field", "slug"), [("tiers", "storage-tiers"), ("tracking", "everstep-tracking")])
