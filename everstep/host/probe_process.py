@@ -2,7 +2,7 @@
 
 It is asked by lines and answers by lines (`host.probe_worker`). One that does not answer is killed and started anew,
 later each time. One that cannot even be killed (a thread in uninterruptible sleep) is left behind, counted and reaped when
-the kernel lets it go; with too many of them no more are started.
+the kernel lets it go; with too many of them no more of that module are started in this process.
 """
 
 import json
@@ -26,6 +26,8 @@ FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 600.0
 LONGEST_LINE = 4 << 20
 
+_LEFT: dict[str, list[Process]] = {}
+
 
 class ProbeProcess:
     """`python -m <module> <descriptor> <arguments>`, at most one at a time that is asked. For one thread.
@@ -48,7 +50,7 @@ class ProbeProcess:
         self._log = log
         self._clock = clock
         self._process: Process | None = None
-        self._left: list[Process] = []
+        self._left = _LEFT.setdefault(module, [])
         self._read = -1
         self._rest = b""
         self._failures = 0
@@ -67,11 +69,10 @@ class ProbeProcess:
 
     @property
     def left_behind(self) -> int:
-        """Processes that were killed and have not ended; those that have are reaped."""
-        gone = [one for one in self._left if one.status() is not None]
-        for one in gone:
+        """Processes of this module that were killed and have not ended; those that have are reaped."""
+        for one in [one for one in self._left if one.status() is not None]:
+            self._left.remove(one)
             one.close()
-        self._left = [one for one in self._left if one not in gone]
         return len(self._left)
 
     def start(self, *arguments: str) -> bool:

@@ -109,6 +109,7 @@ class _Lines:
             try:
                 yield TraceLine.model_validate_json(text)
             except ValidationError as error:
+                self.close()
                 first = error.errors(include_url=False)[0]
                 where = ".".join(map(str, first["loc"])) or "the whole line"
                 raise ValueError(
