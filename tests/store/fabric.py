@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from everstep.core.box import Box
 from everstep.core.checkpoint import MANIFEST, AttemptClaim, Key, Manifest, Structure, TensorShape
 from everstep.core.dataset import FileEntry
 from everstep.store import digest
@@ -80,6 +81,37 @@ def checkpoint(folder: Path, *, tensors=None, ranks: int = 1, metrics=None, run:
     return folder
 
 
+def sharded(folder: Path, cuts: dict[str, list[Box]], tensors=None, change=None, run: str = RUN) -> Path:
+    """A committed checkpoint in which each rank holds its box of the tensors that `cuts` names; rank 0 keeps the others.
+
+    `change(rank, held, tree)` may hurt what a rank is about to write.
+    """
+    key = Key.parse(folder.name)
+    folder.mkdir(parents=True)
+    tensors = weights(key.step) if tensors is None else tensors
+    ranks = len(next(iter(cuts.values())))
+    for rank in range(ranks):
+        held = {name: one for name, one in tensors.items() if name not in cuts and rank == 0}
+        held["rng/torch"] = np.full(16, rank, np.uint8)
+        tree = {name: {"$tensor": name} for name in held}
+        for name, boxes in cuts.items():
+            whole = tensors[name]
+            held[name] = np.ascontiguousarray(whole[boxes[rank].within(Box.whole(whole.shape))])
+            word = {"shape": list(whole.shape), "offset": list(boxes[rank].offset), "dim": 0}
+            tree[name] = {"$tensor": name, "shard": word}
+        tree |= {new: tree[old] | {"$tensor": new} for new, old in ALIASES.items() if old in tree}
+        if change is not None:
+            change(rank, held, tree)
+        save_file(held, folder / f"rank-{rank}.safetensors")
+        nested: dict = {}
+        for name, node in tree.items():
+            member, _, rest = name.partition("/")
+            nested.setdefault(member, {})[rest] = node
+        write_rank(folder, rank, ranks, list(held), key.step, tree=nested)
+    commit(folder, ranks=ranks, run=run)
+    return folder
+
+
 def write_rank(folder: Path, rank: int, ranks: int, names, step: int, **changed) -> None:
     alias = {new: old for new, old in ALIASES.items() if old in names}
     value = {
@@ -88,7 +120,7 @@ def write_rank(folder: Path, rank: int, ranks: int, names, step: int, **changed)
         "world_size": ranks,
         "tree": {name: {"$tensor": name} for name in [*names, *alias]},
         "aliases": alias,
-        "progress": {"step": step, "samples": step * 4, "epoch": 0},
+        "progress": {"step": step, "samples": step * 4, "epoch": 0, "finished": 0},
         "probe": {"loss": None, "dtype": "float32"},
         "environment": {},
     }
