@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ class FolderStore:
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
         with self._speaking():
-            found = sorted(self._walk(prefix), key=lambda stat: stat.key)
+            found = sorted(self._walk(prefix), key=lambda one: one.key)
         yield from found
 
     def head(self, key: str) -> ObjectStat | None:
@@ -100,9 +101,9 @@ class FolderStore:
         for parent, _, names in os.walk(top, onerror=_unless_missing):
             for name in names:
                 key = str(Path(parent, name).relative_to(self._root))
-                stat = None if _BESIDE.match(name) else _stat(self._root / key, key)
-                if stat is not None:
-                    yield stat
+                found = None if _BESIDE.match(name) else _stat(self._root / key, key)
+                if found is not None:
+                    yield found
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:
@@ -118,7 +119,9 @@ def _stat(path: Path, key: str) -> ObjectStat | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     etag = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
-    return ObjectStat(key=key, size=found.st_size, modified=found.st_mtime, etag=etag) if path.is_file() else None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return ObjectStat(key=key, size=found.st_size, modified=found.st_mtime, etag=etag)
 
 
 def _unless_missing(error: OSError) -> None:

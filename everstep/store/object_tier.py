@@ -206,6 +206,11 @@ class ObjectTier:
         there = self.look(f"checkpoints/{key.folder}").files(key)
         if MANIFEST in there and self.manifest(key) != data:
             raise Damaged(f"{self.uri}/checkpoints", key.folder, "is another checkpoint; move one of the two away")
+        for name in sorted(there.keys() - {entry.path for entry in manifest.files} - {MANIFEST}):
+            if self._size(key, name) is not None:
+                raise Damaged(
+                    f"{self.uri}/checkpoints/{key.folder}", name, "is not part of the checkpoint; move it away"
+                )
         missing = [entry for entry in manifest.files if not self._is_right(key, entry, there.get(entry.path))]
         for entry in missing:
             self._send(source, key, entry, moved)
@@ -228,6 +233,7 @@ class ObjectTier:
         """
         data = self.manifest(key)
         manifest = parse(key, data)
+        self._check_objects(key, manifest)
         beside = target.with_name(f".fetching-{target.name}")
         beside.mkdir(parents=True, exist_ok=True, mode=0o700)
         fetched = 0
@@ -260,6 +266,27 @@ class ObjectTier:
 
     def _file(self, key: Key, entry: FileEntry) -> str:
         return self._key(f"checkpoints/{key.folder}/{entry.path}")
+
+    def _size(self, key: Key, name: str) -> int | None:
+        """How many bytes a file of a checkpoint has there now; None if it is not there."""
+        stat = self._store.head(self._key(f"checkpoints/{key.folder}/{name}"))
+        return None if stat is None else stat.size
+
+    def _check_objects(self, key: Key, manifest: Manifest) -> None:
+        """Exactly the files of the manifest are there, with their sizes. What a listing says is asked again: it may be old.
+
+        Raises Damaged, naming the file; NotThere if the checkpoint is being removed.
+        """
+        there = self.look(f"checkpoints/{key.folder}").files(key)
+        wanted = {entry.path: entry.size for entry in manifest.files}
+        for name in sorted((there.keys() | wanted.keys()) - {MANIFEST}):
+            if there.get(name) == wanted.get(name) or (size := self._size(key, name)) == wanted.get(name):
+                continue
+            self.manifest(key)
+            if name not in wanted:
+                raise Damaged(key.folder, name, "is not in the manifest")
+            found = "is missing" if size is None else f"has {size} bytes where the manifest says {wanted[name]}"
+            raise Damaged(key.folder, name, found)
 
     def _send(self, source: Path, key: Key, entry: FileEntry, moved: Moved | None) -> None:
         half = [entry.size // 2]

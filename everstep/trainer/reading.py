@@ -242,10 +242,12 @@ def load_checkpoint(uri: str | Path) -> dict[str, Tensor]:
         with object_tier.nearby(str(uri)) as near:
             return load_checkpoint(near)
     folder = _folder(str(uri))
-    reading = Reading(folder, committed.opened(folder, *committed.identity(folder)))
+    manifest = committed.opened(folder, *committed.identity(folder))
+    reading = Reading(folder, manifest)
     state = Fit(reading.want).fit(reading.member("model"))
     reading.fill()
     reading.check_rest()
+    contents.read(folder, manifest)  # what the other members say is believed by nobody, but a checkpoint is good or not
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 

@@ -133,7 +133,8 @@ class Driver:
         }
         return AttemptSpec(**(values | more))
 
-    def start(self, attempt=1, restore=None, ranks=1, faults=None, lease=(20, 40, 60), **more):
+    def start(self, attempt=1, restore=None, ranks=1, faults=None, lease=(20, 40, 60), largest=None, **more):
+        """`largest`: how many bytes of tensors a file may have, if not as many as always."""
         if lease:
             self.lease(attempt, *lease)
         spec = self.spec(attempt, restore, ranks, **more)
@@ -146,6 +147,7 @@ class Driver:
             "specs": [one.model_dump(mode="json") for one in specs],
             "logs": [str(self.log(attempt, rank)) for rank in range(ranks)],
             "faults": str(plan) if plan else None,
+            "largest": largest,
         }
         gang = Gang(self, attempt, self.zygote.ask(request))
         self.gangs.append(gang)

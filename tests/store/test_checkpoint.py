@@ -1,6 +1,5 @@
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -35,40 +34,9 @@ def test_a_good_checkpoint_verifies_again_and_again(folder):
     assert checkpoint.read_manifest(folder).key == Key(40, 2)
 
 
-def _edit(folder, **changed):
-    """Another value under the same seal, as a hand or a flipped bit would leave it."""
-    value = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(value | changed))
-
-
-def _entries(folder, path):
-    value = json.loads((folder / MANIFEST).read_text())
-    value["files"][0]["path"] = path
-    return value["files"]
-
-
-def _link_out(folder):
-    shutil.move(folder / "rank-1.safetensors", folder.parent / "elsewhere")
-    (folder / "rank-1.safetensors").symlink_to(folder.parent / "elsewhere")
-
-
-def _link_manifest(folder):
-    shutil.move(folder / MANIFEST, folder.parent / "elsewhere")
-    (folder / MANIFEST).symlink_to(folder.parent / "elsewhere")
-
-
-def _other_run(folder):
-    shutil.rmtree(folder)
-    fabric.checkpoint(folder, run="r009-feedbeef")
-
-
 def _other_job(folder):
     (folder / MANIFEST).unlink()
     fabric.commit(folder, job="another", ranks=2)
-
-
-def _fifo(folder):
-    os.mkfifo(folder / "pipe")
 
 
 def _recommit(change, ranks=2):
@@ -101,27 +69,7 @@ def _rank(names=NAMES, rank=0, step=40, **changed):
 NAN = np.full((16, 8), np.nan, np.float32)
 
 DAMAGES = {
-    "missing file": (lambda f: (f / "rank-0-1.safetensors").unlink(), "rank-0-1.safetensors"),
-    "missing position": (lambda f: (f / "rank-0.json").unlink(), "rank-0.json"),
-    "missing manifest": (lambda f: (f / MANIFEST).unlink(), MANIFEST),
-    "manifest is empty": (lambda f: (f / MANIFEST).write_text(""), MANIFEST),
-    "manifest is a folder": (lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).mkdir()), MANIFEST),
-    "manifest is a link": (_link_manifest, MANIFEST),
-    "edited samples": (lambda f: _edit(f, samples=7), MANIFEST),
-    "edited metrics": (lambda f: _edit(f, metrics={"loss": 0.0}), MANIFEST),
-    "edited time": (lambda f: _edit(f, time=3.0), MANIFEST),
-    "edited files": (lambda f: _edit(f, files=[]), MANIFEST),
-    "no seal": (lambda f: _edit(f, seal=""), MANIFEST),
-    "future schema": (lambda f: _edit(f, schema_version=2, novelty=1), MANIFEST),
-    "path that leaves": (lambda f: _edit(f, files=_entries(f, "../rank-0.json")), MANIFEST),
-    "absolute path": (lambda f: _edit(f, files=_entries(f, "/etc/passwd")), MANIFEST),
-    "another run's": (_other_run, MANIFEST),
     "another job's": (_other_job, MANIFEST),
-    "extra file": (lambda f: (f / "notes.txt").write_text("x"), "notes.txt"),
-    "extra folder": (lambda f: (f / "more").mkdir(), "more"),
-    "extra fifo": (_fifo, "pipe"),
-    "link in a file's place": (_link_out, "rank-1.safetensors"),
-    "extra link": (lambda f: (f / "l").symlink_to("rank-0.json"), "l"),
     "empty json": (_recommit(lambda f: (f / "rank-0.json").write_text("{")), "rank-0.json"),
     "nan in json": (_recommit(lambda f: (f / "rank-1.json").write_text('{"a": NaN}')), "rank-1.json"),
     "json is a list": (_recommit(lambda f: (f / "rank-1.json").write_text("[]")), "rank-1.json"),
@@ -144,7 +92,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_every_damage_is_refused_and_named(folder, kind):
+def test_what_a_writer_got_wrong_is_refused_and_named(folder, kind):
+    """All digests are right. What may happen to the bytes afterwards is in `test_mutations.py`."""
     hurt, name = DAMAGES[kind]
     assert verify(folder).ok
     hurt(folder)
@@ -153,27 +102,6 @@ def test_every_damage_is_refused_and_named(folder, kind):
     assert result.why.startswith(f"{NAME}: {name} ")
     assert result.why.endswith(".")
     assert "\n" not in result.why
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_flips_truncations_and_zeros_anywhere_are_refused_and_named(folder, seed):
-    dice = random.Random(seed)
-    for path in sorted(folder.iterdir()):
-        good = path.read_bytes()
-        cut, at = dice.randrange(len(good)), dice.randrange(len(good))
-        flipped = bytearray(good)
-        flipped[at] ^= 1 << dice.randrange(8)
-        longer = good + bytes([dice.randrange(256)])
-        for bad in (bytes(flipped), good[:cut], bytes(len(good)), good[:cut] + bytes(len(good) - cut), longer):
-            if bad == good:
-                continue
-            path.write_bytes(bad)
-            result = verify(folder)
-            assert not result.ok, (path.name, at, cut)
-            assert result.file == path.name
-            assert result.file in result.why
-        path.write_bytes(good)
-        assert verify(folder).ok
 
 
 def test_every_single_bit_of_a_manifest_counts(tmp_path):

@@ -151,27 +151,36 @@ def test_another_checkpoint_of_that_name_is_never_overwritten(tier, source, tmp_
     assert tier.manifest(KEY) == (source / MANIFEST).read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["flip", "missing", "manifest", "gone"])
-def test_what_was_damaged_there_is_refused_by_name(tmp_path, source, damage):
-    tier = object_tier.open_run(str(tmp_path / "object"))
+def test_one_that_is_being_removed_has_gone_and_is_not_damaged(tier, source, tmp_path):
+    """What is damaged there is refused by name in `test_mutations.py`."""
     tier.upload(source, lambda: None)
-    home = tmp_path / "object" / HOME
-    path = home / "rank-0-0.safetensors"
-    if damage == "flip":
-        data = bytearray(path.read_bytes())
-        data[-2] ^= 1
-        path.write_bytes(data)
-    elif damage == "missing":
-        path.unlink()
-    else:
-        manifest = home / MANIFEST
-        manifest.write_text(manifest.read_text().replace('"step": 40', '"step": 50')) if damage == "manifest" else (
-            manifest.unlink()
-        )
-    wrong = {"flip": (Damaged, "rank-0-0"), "missing": (NotThere, "rank-0-0"), "gone": (NotThere, "manifest")}
-    with pytest.raises(*[wrong.get(damage, (Damaged, "altered"))[0]], match=wrong.get(damage, (0, "altered"))[1]):
+    tier.delete(f"{HOME}/{MANIFEST}")
+    with pytest.raises(NotThere):
         fetched(tier, tmp_path)
     assert not (tmp_path / "fetched" / FOLDER).exists()
+
+
+def test_an_object_too_many_holds_up_the_commit(tier, source, tmp_path):
+    """It would be refused at every resume; whoever put it there must take it away."""
+    tier.write(f"{HOME}/notes.txt", b"x")
+    with pytest.raises(Damaged, match=r"notes\.txt is not part of the checkpoint"):
+        tier.upload(source, lambda: None)
+    assert tier.look().committed == []
+    tier.delete(f"{HOME}/notes.txt")
+    tier.upload(source, lambda: None)
+    assert fetched(tier, tmp_path).ok
+
+
+def test_a_listing_that_is_old_makes_no_damage(on_s3, s3_proxy, source, tmp_path):
+    """It shows an object that has gone, and does not show those that came after it."""
+    direct, tier = on_s3(), on_s3(s3_proxy.endpoint)
+    direct.write(f"{HOME}/notes.txt", b"x")
+    assert len(tier.look(HOME).sizes) == 1
+    direct.delete(f"{HOME}/notes.txt")
+    direct.upload(source, lambda: None)
+    s3_proxy.plan(Fault("stale", "GET", "list-type", times=-1))
+    assert fetched(tier, tmp_path).ok
+    assert any(one.fault == "stale" for one in s3_proxy.requests)
 
 
 POINTS = ["upload.begin", "upload.mid_file", "upload.verify", "upload.before_manifest", "upload.after_manifest"]

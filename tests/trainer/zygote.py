@@ -15,7 +15,7 @@ import torch.distributed.fsdp  # noqa: F401
 
 from everstep.core.segment import AttemptSpec
 from everstep.store import faults
-from everstep.trainer import rank, warm
+from everstep.trainer import rank, shards, warm
 
 
 def main():
@@ -35,6 +35,8 @@ def start(request):
         spec |= {"master_port": port, "listen_fd": listener.fileno() if listener and number == 0 else None}
         pid = os.fork()
         if pid == 0:
+            if request["largest"]:
+                shards.split.__defaults__ = (request["largest"],)
             be_rank(spec, log, request["faults"], None if number == 0 else listener)
         pids.append(pid)
     if listener:
