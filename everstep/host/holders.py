@@ -58,8 +58,8 @@ def holder(process: GpuProcess, proc: Path = Path("/proc"), device: str = DEVICE
 
 def _where(folder: Path, device: str) -> Where:
     try:
-        for entry in os.scandir(folder / "fd"):
-            if _target(Path(entry.path)).startswith(device):
+        with os.scandir(folder / "fd") as entries:
+            if any(_target(Path(entry.path)).startswith(device) for entry in entries):
                 return Where.here
     except PermissionError:
         return Where.unknown
