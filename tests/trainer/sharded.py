@@ -19,6 +19,9 @@ class Net(nn.Module):
         self.inner = nn.Linear(8, 15)
         self.norm = nn.BatchNorm1d(15) if config.get("norm") else nn.Identity()
         self.again = nn.Linear(15, 15, bias=False)
+        self.wide = (
+            nn.Sequential(nn.Linear(15, config["wide"]), nn.Linear(config["wide"], 15)) if "wide" in config else None
+        )
         if config.get("tied"):
             self.same = nn.Linear(15, 15, bias=False)
             self.same.weight = self.again.weight
@@ -28,8 +31,8 @@ class Net(nn.Module):
 
     def forward(self, rows):
         seen = self.drop(self.again(torch.relu(self.norm(self.inner(rows)))))
-        if hasattr(self, "same"):
-            seen = seen + self.same(seen)
+        seen = seen + self.same(seen) if hasattr(self, "same") else seen
+        seen = seen + self.wide(seen) if self.wide is not None else seen
         return self.scale(self.out(seen))
 
 

@@ -114,6 +114,7 @@ SHAPES = {
     "two ranks": {"ranks": 2, "tied": True, "clip": 0.5, "average": True, "noisy": True},
     "two ranks, batch norm, workers": {"ranks": 2, "norm": True, "drop_last": True, "workers": 2},
     "two ranks, partly sharded": {"ranks": 2, "shard": "some", "accumulation": 3, "clip": 0.5},
+    "two ranks, copied beside the next step": {"ranks": 2, "wide": 70_001},  # 17 MB of state on each rank
     "four ranks, columns": {"ranks": 4, "shard": "columns", "noisy": True, "scaler": True},
 }
 
