@@ -12,6 +12,7 @@ import torch
 
 from everstep.core.errors import Damaged
 from everstep.store import checkpoint as committed
+from everstep.store import jsonl
 from everstep.store.tensors import weights_digest, weights_digest_of
 from everstep.trainer.fitting import Fit
 from everstep.trainer.reading import Reading, load_checkpoint
@@ -140,6 +141,8 @@ def test_killed_in_mid_epoch_and_resumed(make_run, shape):
     for rank in range(ranks):
         assert run.journal(rank, [0, 10]) == reference.journal(rank, [0])
     equal(gathered(reference, "step-00000020.a1"), gathered(run, "step-00000020.a2"))
+    if "wide" in config:
+        assert any(row["overlapped"] for row in jsonl.read(reference.places.saves))
 
 
 @pytest.mark.parametrize(
