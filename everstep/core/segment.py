@@ -211,7 +211,7 @@ def classify(attempt: int, ends: Mapping[int, RankEnd], statuses: Mapping[int, i
     silent = {rank: status for rank, status in sorted(statuses.items()) if status and rank not in words}
     primary = [end for end in failures if not is_echo(end.cause)]
     if primary:
-        return ended(Outcome.failed, primary[0].cause)
+        return ended(Outcome.failed, _of_rank(primary, len(statuses)))
     if silent:
         rank, status = next(iter(silent.items()))
         return ended(Outcome.failed, _silent_cause(rank, status, step))
@@ -228,6 +228,15 @@ def classify(attempt: int, ends: Mapping[int, RankEnd], statuses: Mapping[int, i
         return ended(Outcome.done, Cause())
     stop = next((end.cause for end in words.values() if end.outcome is Outcome.stopped), Cause(kind=CauseKind.stop))
     return ended(Outcome.stopped, stop)
+
+
+def _of_rank(failures: Sequence[RankEnd], ranks: int) -> Cause:
+    """The first failure, with its rank where the others did not fail in the same way: that is where to look."""
+    cause, rank = failures[0].cause, failures[0].rank
+    alike = len(failures) == ranks and len({end.cause.key for end in failures}) == 1
+    if alike or ranks < 2 or cause.kind not in (CauseKind.exception, CauseKind.user):
+        return cause
+    return cause.model_copy(update={"message": f"rank {rank}: {cause.message}", "rank": rank})
 
 
 def is_echo(cause: Cause) -> bool:

@@ -74,7 +74,7 @@ def test_a_silent_death_is_told_by_its_status(status: int, kind: CauseKind, key:
 def test_a_word_is_believed_before_a_status() -> None:
     words = {1: word(1, Outcome.failed, **error("loss is nan"))}
     end = classify(1, words, {0: -9, 1: 1})
-    assert end.cause.message == "loss is nan"
+    assert end.cause.message == "rank 1: loss is nan"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,13 @@ def test_the_first_primary_failure_by_rank_counts() -> None:
         1: word(1, Outcome.failed, **error("first")),
         0: word(0, Outcome.failed, **error("Connection closed by peer")),
     }
-    assert classify(1, words, {0: 1, 1: 1, 2: 1}).cause.message == "first"
+    end = classify(1, words, {0: 1, 1: 1, 2: 1})
+    assert (end.cause.message, end.cause.rank) == ("rank 1: first", 1)
+
+
+def test_an_error_that_all_ranks_have_alike_names_none() -> None:
+    words = {rank: word(rank, Outcome.failed, **error("loss is nan")) for rank in (0, 1)}
+    assert classify(1, words, {0: 1, 1: 1}).cause.message == "loss is nan"
 
 
 def test_a_rank_that_left_with_zero_and_no_word_is_lost() -> None:
