@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep.core.job import TrainJob as TrainJob
+    from everstep.core.logs import classify_log as classify_log
     from everstep.host.browse import open_run as open_run
     from everstep.host.registry import rollback as rollback
     from everstep.store.checkpoint import verify_checkpoint as verify_checkpoint
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "TrainJob": "everstep.core.job",
+    "classify_log": "everstep.core.logs",
     "open_run": "everstep.host.browse",
     "rollback": "everstep.host.registry",
     "load_checkpoint": "everstep.trainer.reading",
@@ -19,7 +21,7 @@ _HOMES = {
     "weights_digest": "everstep.store.tensors",
 }
 
-__all__ = ["TrainJob", "load_checkpoint", "open_run", "rollback", "verify_checkpoint", "weights_digest"]
+__all__ = ["TrainJob", "classify_log", "load_checkpoint", "open_run", "rollback", "verify_checkpoint", "weights_digest"]
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,12 @@ def test_the_child_loads_nothing_heavy_before_it_has_asked_for_its_parents_death
     assert loaded_after("import everstep.trainer.__main__") == set()
 
 
+def test_reading_a_log_loads_neither_torch_nor_prefect():
+    assert loaded_after("from everstep import classify_log; classify_log('NVRM: Xid (PCI:0000:a1:00): 79')") == {
+        "pydantic"
+    }
+
+
 def test_the_command_line_loads_nothing_heavy_before_it_listens_to_signals():
     assert loaded_after("import everstep.host.console") == set()
 
@@ -46,7 +52,9 @@ def test_the_command_line_loads_nothing_heavy_before_it_listens_to_signals():
 def test_the_public_names():
     code = """
 import everstep
-assert everstep.__all__ == ["TrainJob", "load_checkpoint", "open_run", "rollback", "verify_checkpoint", "weights_digest"]
+assert everstep.__all__ == [
+    "TrainJob", "classify_log", "load_checkpoint", "open_run", "rollback", "verify_checkpoint", "weights_digest"
+]
 assert set(everstep.__all__) <= set(dir(everstep))
 for name in everstep.__all__:
     assert getattr(everstep, name).__name__ == name

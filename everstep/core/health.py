@@ -67,6 +67,24 @@ _ADVICE = {
 }
 
 
+class Finding(Record):
+    """What one cause in a log means, and what to do about it.
+
+    `kind` is the name of the cause, `xid` the driver's number where it printed one. `component` says whose fault it is
+    (`gpu/memory`, `application`, `storage/nfs`, ...), `device` which one as it is printed (a PCI address, a disk, a
+    server). `time` is the first time it was seen, in Unix seconds; None where the log does not tell.
+    """
+
+    kind: str
+    xid: int | None = None
+    component: str
+    severity: Severity
+    action: Action
+    why: str
+    time: float | None = None
+    device: str = ""
+
+
 class State(StrEnum):
     """What the gates say of a node or GPU. Unknown is not failed."""
 
