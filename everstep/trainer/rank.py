@@ -33,6 +33,7 @@ from everstep.trainer import (
     tree,
 )
 from everstep.trainer.agreement import Agreement, Word
+from everstep.trainer.commit import Target
 from everstep.trainer.evaluation import Probe
 from everstep.trainer.gradients import Gradients
 from everstep.trainer.loader import OwnLoader, Step
@@ -42,7 +43,7 @@ from everstep.trainer.program import Program
 from everstep.trainer.pulse import Pulse
 from everstep.trainer.ranks import Ranks
 from everstep.trainer.restore import Start
-from everstep.trainer.saver import Saver, Target
+from everstep.trainer.saver import Saver
 from everstep.trainer.scribe import Scribe
 from everstep.trainer.side import Side
 from everstep.trainer.stand_in import StandIn

@@ -89,6 +89,14 @@ class Scribe:
         self._introduce(rank)
         self._ask({"do": "commit", "folder": folder, "text": manifest})
 
+    def close(self) -> None:
+        """Hang up: the writer leaves. A rank that ends need not, as the kernel does it."""
+        process, self._process = self._process, None
+        if process is None or self._socket is None:
+            return
+        self._socket.close()
+        process.wait(5)
+
     def _introduce(self, rank: int) -> None:
         if self._process is None or self._rank is None:
             self.begin(rank)

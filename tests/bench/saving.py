@@ -82,9 +82,10 @@ class Bench:
         from everstep.core.segment import AttemptSpec
         from everstep.store.layout import RunPlaces
         from everstep.trainer import snapshot, structure
+        from everstep.trainer.commit import Target
         from everstep.trainer.program import Program
         from everstep.trainer.ranks import Ranks
-        from everstep.trainer.saver import Saver, Target
+        from everstep.trainer.saver import Saver
         from everstep.trainer.vitals import Vitals
 
         torch.set_num_threads(THREADS)

@@ -18,11 +18,12 @@ from everstep.store import checkpoint as committed
 from everstep.store import faults, jsonl
 from everstep.store.layout import RunPlaces
 from everstep.trainer import rng, saver, snapshot, structure
+from everstep.trainer.commit import Target
 from everstep.trainer.failure import SaveFailed
 from everstep.trainer.program import Program
 from everstep.trainer.ranks import Ranks
 from everstep.trainer.reading import Reading
-from everstep.trainer.saver import Saver, Target
+from everstep.trainer.saver import Saver
 from everstep.trainer.snapshot import Snapshot
 from everstep.trainer.vitals import Vitals
 
@@ -117,9 +118,8 @@ def rig(tmp_path, monkeypatch):
 
     yield make
     for one in made:
-        if one.saver._scribe.pid:
-            os.kill(one.saver._scribe.pid, signal.SIGKILL)
-            one.saver._scribe._process.wait()
+        one.saver._scribe.close()
+        one.saver._hands.shutdown()
 
 
 def frozen(state):
