@@ -4,7 +4,7 @@ import json
 
 
 def test_a_run_chooses_its_own_rhythm_and_says_why(make_desk):
-    desk = make_desk(checkpoint={"every": "auto"}, steps=40, segment_steps=20, config={"pause": 0.1})
+    desk = make_desk(checkpoint={"every": "auto"}, steps=60, segment_steps=20, config={"pause": 0.1})
     one = desk.start()
     desk.await_step(25, one)
     lease = json.loads((desk.run_dir / "lease.json").read_bytes())
@@ -15,6 +15,12 @@ def test_a_run_chooses_its_own_rhythm_and_says_why(make_desk):
     assert chosen
     assert lease["save_every_seconds"] in [event["data"]["seconds"] for event in chosen]
     assert chosen[0]["data"]["bound"] == "first"
+    stall = chosen[-1]["data"]["inputs"]["stall"]
+    assert stall["source"].startswith("measured, the median of ")
+    costs = [json.loads(line) for line in (desk.run_dir / "saves.jsonl").read_text().splitlines()]
+    assert (
+        0 <= stall["seconds"] <= max(row["copy_seconds"] + row["wait_seconds"] + row["fence_seconds"] for row in costs)
+    )
     report = json.loads((desk.run_dir / "report.json").read_bytes())
     assert report["cadence"]["chosen"]["seconds"] == chosen[-1]["data"]["seconds"]
     assert "How often it saves" in (desk.run_dir / "report.html").read_text()

@@ -1,5 +1,8 @@
 """Places that are full or closed: one sentence, exit 1, nothing committed lost, and the run goes on when mended."""
 
+import os
+import re
+
 import pytest
 
 
@@ -51,11 +54,13 @@ def test_a_read_only_persistent_tier(make_desk, mount):
 
 @pytest.mark.long
 def test_data_that_does_not_fit(make_desk, mount):
+    """BC-026: ten files of 1 MB on a tier of 6 MB: both numbers are said, nothing is trained or left half staged."""
     desk = make_desk()
-    with (desk.folder / "data" / "large.bin").open("wb") as file:
-        file.truncate(3_000_000)
-    mount(desk.folder / "nvme", *small("1m"))
+    for number in range(10):
+        (desk.folder / "data" / f"{number}.bin").write_bytes(os.urandom(1_000_000))
+    mount(desk.folder / "nvme", *small("6m"))
     ended = desk.run()
     assert ended.code == 1
-    assert "tiers.local" in last_line(ended)
-    assert "free some space" in last_line(ended)
+    assert re.search(r"tiers.local: \S+ has 6\d{3} kB free and the data needs 0.01 GB; free", last_line(ended))
+    assert not list((desk.folder / "persistent").glob("*/r*/attempts/*"))
+    assert not [path for path in (desk.folder / "nvme").rglob("*") if path.is_file() and path.stat().st_size > 0]
