@@ -147,7 +147,7 @@ _COMMON = {
         (
             b"failed timeout event worker",
             b"error warn cuda signal driver",
-            b"nccl memory device link read write nvidia kernel",
+            b"nccl memory device link read write nvidia kernel mlx5",
         ),
         1,
     )

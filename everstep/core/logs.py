@@ -90,8 +90,9 @@ class _Reader:
         self._line = 0
 
     def take(self, chunk: str, following: str) -> None:
-        lines, later = _split(chunk), _split(following)
-        flat = _flat("\n".join(lines)).split(b"\n")
+        chunk = _plain(chunk)
+        lines, later = chunk.split("\n"), _plain(following).split("\n")
+        flat = _flat(chunk).split(b"\n")
         harmless = _STARTS.isdisjoint
         for number, words in enumerate(map(bytes.split, flat)):
             if harmless(words) and not (
@@ -180,12 +181,11 @@ def _flat(text: str) -> bytes:
     return text.encode("ascii", "replace").translate(_WORDS)
 
 
-def _split(chunk: str) -> list[str]:
+def _plain(chunk: str) -> str:
+    """Without colours, and with line feeds only."""
     if "\x1b" in chunk:
         chunk = _COLOUR.sub("", chunk)
-    if "\r" in chunk:
-        chunk = chunk.replace("\r\n", "\n").replace("\r", "\n")
-    return chunk.split("\n")
+    return chunk.replace("\r\n", "\n").replace("\r", "\n") if "\r" in chunk else chunk
 
 
 def _starts(printed: Printed) -> list[str]:

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import yaml
 
 from everstep import classify_log
 from everstep.core.health import Action, Finding, Severity
@@ -229,6 +230,17 @@ def test_a_truncated_last_line_is_read_as_far_as_it_goes():
     assert one(whole).action is Action.reset_gpu
     assert one(whole[:60]).action is Action.restart_app
     assert classify_log(whole[:25]) == []
+
+
+def test_the_page_names_every_kind_and_action():
+    page = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
+    assert [name for name in (*kinds(), *Action, *Severity) if f"`{name}`" not in page] == []
+
+
+def test_the_policy_on_the_page_is_one():
+    page = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
+    policy = LogPolicy.model_validate(yaml.safe_load(page.split("```yaml")[1].split("```")[0]))
+    assert policy.xid[63].action is Action.reboot_node
 
 
 def test_a_users_rows_go_before_the_catalogue():
