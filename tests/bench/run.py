@@ -23,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import agreement
 import boundaries
+import logs
 import objects
 import recovery
 import saving
@@ -43,7 +44,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument(
         "--only",
-        choices=("boundaries", "agreement", "recovery", "saving", "staging", "objects"),
+        choices=("boundaries", "agreement", "recovery", "saving", "staging", "objects", "logs"),
         help="one part; writes no results",
     )
     arguments = parser.parse_args()
@@ -55,6 +56,7 @@ def main() -> int:
         "saving": _saving,
         "staging": _staging,
         "objects": _objects,
+        "logs": _logs,
     }
     figures: dict[str, float] = {"cpus": os.cpu_count() or 1, "load_before": os.getloadavg()[0]}
     with _lab() as lab:
@@ -117,6 +119,11 @@ def _agreement(lab: Lab, *, quick: bool) -> dict[str, float]:
         "ranks_agree_broadcast_later_us": ways["broadcast_later"],
         "ranks_agree_step_ms": ways["step_ms"],
     }
+
+
+def _logs(lab: Lab, *, quick: bool) -> dict[str, float]:
+    _say("lines of logs")
+    return logs.measure(quick=quick)
 
 
 def _objects(lab: Lab, *, quick: bool) -> dict[str, float]:
@@ -212,6 +219,9 @@ NOTES = {
     "spare_slows_step_percent": "a step that computes on one core, while the spare starts",
     "stage_over_s5cmd": "rate of staging from S3, digests proven, over that of s5cmd, which proves none; aim: 1 or more",
     "stage_cpu_over_s5cmd": "processor time of the client, the same way",
+    "classify_lines_per_s": "harmless lines of logs, processor time of one core; aim: over 200,000",
+    "classify_storm_lines_per_s": "10,000 Xid lines of one cause",
+    "classify_fault_lines_per_s": "every line another known fault",
     "stage_peak_mb": "memory of the staging process at most; aim: under 300",
     "spare_slows_step_on_full_cores_percent": f"the same, with a rank on each core ({MOST_RANKS} at most)",
 }
@@ -226,6 +236,8 @@ def _print(figures: dict[str, float]) -> None:
 
 
 def _unit(name: str) -> str:
+    if name.endswith("_per_s"):
+        return "/s"
     units = {"us": "µs", "ms": "ms", "s": "s", "mb": "MB", "percent": "%"}
     return units.get(name.rpartition("_")[2], "")
 
