@@ -11,7 +11,7 @@ from typing import Any
 from everstep.core.checkpoint import MANIFEST
 from everstep.core.dataset import FileEntry
 from everstep.trainer import shards
-from everstep.trainer.snapshot import Plan, Snapshot
+from everstep.trainer.snapshot import Placed, Plan, Snapshot
 
 VERSION = 1
 
@@ -36,7 +36,7 @@ def files_of(
         "environment": dict(environment),
     }
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-    groups = shards.split(plan.placed)
+    groups = _groups(plan, rank)
     names = [f"rank-{rank}.safetensors"] if len(groups) == 1 else _numbered(rank, len(groups))
     files: list[dict[str, Any]] = [
         {"path": name, "tensors": [[one.name, one.dtype, one.shape, one.begin, one.size] for one in group]}
@@ -51,6 +51,13 @@ def remove_part(folder: Path, rank: int) -> None:
     for pattern in [*patterns, *([f".{MANIFEST}.*.tmp"] if rank == 0 else [])]:
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
+
+
+def _groups(plan: Plan, rank: int) -> list[list[Placed]]:
+    """Files of rank 0 that hold parts of sharded tensors hold nothing else: the other ranks need not read them."""
+    if rank > 0 or plan.whole in (0, len(plan.placed)):
+        return shards.split(plan.placed)
+    return [*shards.split(plan.placed[: plan.whole]), *shards.split(plan.placed[plan.whole :])]
 
 
 def _numbered(rank: int, count: int) -> list[str]:

@@ -53,6 +53,7 @@ class Reading:
         self._shares: dict[int, Share] = {}
         self._checked: set[str] = set()
         self._kept: dict[tuple[int, str], Tensor] = {}
+        self._given: dict[tuple[str, Box], Tensor] = {}
         self._wanted: dict[tuple[str, Box], Tensor] = {}
 
     def part(self, rank: int) -> Part:
@@ -87,10 +88,15 @@ class Reading:
         if name not in self.sharded:
             raise Damaged(self.folder.name, "rank-0.json", f"has no part of the sharded tensor {name!r}")
         key = (name, box)
-        if key not in self._wanted:
-            dtype = self.sharded[name].pieces[0].held.tensor.dtype
-            self._wanted[key] = shards.empty(stored.Tensor(name, dtype, box.shape, 0, 0))
-        return self._wanted[key]
+        if key not in self._given:
+            pieces = self.sharded[name].pieces
+            same = (self._kept.get((one.rank, one.held.tensor.name)) for one in pieces if one.box == box)
+            found = next((one for one in same if one is not None), None)
+            if found is None:
+                found = shards.empty(stored.Tensor(name, pieces[0].held.tensor.dtype, box.shape, 0, 0))
+                self._wanted[key] = found
+            self._given[key] = found
+        return self._given[key]
 
     def fill(self) -> None:
         """Read what was wanted, file after file; no file twice."""
@@ -108,8 +114,8 @@ class Reading:
                     files.setdefault(piece.held.tensor.name, _Source(piece, [])).goals.append(goal)
         for path, wanted in sources.items():
             self._load_into(path, wanted)
-        self._wanted.clear()
-        self._kept.clear()
+        for memory in (self._given, self._wanted, self._kept):
+            memory.clear()
 
     def check_rest(self, others: Iterable[int] = ()) -> None:
         """Check the files that were not read here and belong to none of `others`, who read theirs: a checkpoint with

@@ -12,6 +12,8 @@ from everstep.trainer import rng, sharding
 from everstep.trainer.program import Program
 from everstep.trainer.tree import Encoded
 
+ALIGNMENT = 64  # bytes
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -49,22 +51,33 @@ class Placed:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything of one snapshot goes: tensors into `size` bytes of a buffer, the rest into JSON."""
+    """Where everything of one snapshot goes: tensors into `size` bytes of a buffer, the rest into JSON.
+
+    The first `whole` tensors are not sharded.
+    """
 
     placed: tuple[Placed, ...]
+    whole: int
     size: int
     tree: Any
     aliases: dict[str, str]
 
 
 def plan(encoded: Encoded) -> Plan:
-    """Places for the tensors of a state. Large elements first, so that tensors lie close in a file as they do here."""
-    ordered = sorted(encoded.tensors.items(), key=lambda item: -item[1].element_size())
-    placed, at = [], 0
-    for name, tensor in ordered:
-        placed.append(Placed(name, stored.word(tensor.dtype), stored.shape_of(tensor), at, tensor.nbytes))
-        at += tensor.nbytes
-    return Plan(tuple(placed), at, encoded.tree, encoded.aliases)
+    """Places for the tensors of a state: parts of sharded ones last, so that they have files of their own; large elements
+    before small ones, so that tensors lie close in a file as they do here.
+    """
+    placed: list[Placed] = []
+    at = whole = 0
+    for sharded in (False, True):
+        at += -at % ALIGNMENT
+        names = (name for name in encoded.tensors if (name in encoded.parts) is sharded)
+        for name in sorted(names, key=lambda name: -encoded.tensors[name].element_size()):
+            tensor = encoded.tensors[name]
+            placed.append(Placed(name, stored.word(tensor.dtype), stored.shape_of(tensor), at, tensor.nbytes))
+            at += tensor.nbytes
+        whole = whole if sharded else len(placed)
+    return Plan(tuple(placed), whole, at, encoded.tree, encoded.aliases)
 
 
 def changed_by_the_optimizer(program: Program) -> Callable[[Placed, Tensor], bool]:

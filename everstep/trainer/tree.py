@@ -31,24 +31,26 @@ from everstep.trainer.sharding import Piece
 
 @dataclass
 class Encoded:
-    """A tree, its tensors by name (as they live: on any device, with any strides), and names for another one's bytes."""
+    """A tree, its tensors by name (as they live: on any device, with any strides), and names for another one's bytes.
+
+    `parts` are the tensors that are this rank's parts of sharded ones.
+    """
 
     tree: Any = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    parts: set[str] = field(default_factory=set)
 
 
 def encode(value: Any) -> Encoded:
     """The tree of `value`. Tensors are named by their path in it, joined with slashes. Raises ProgramError.
 
     Scalars, containers and arrays are copied into the tree; tensors are not: whoever wants to keep their values copies
-    them. Tensors over the same bytes are tied. Parts of sharded tensors come last: other ranks need not read them.
+    them. Tensors over the same bytes are tied.
     """
     encoder = _Encoder()
-    found = encoder.found
-    found.tree = encoder.node(value, "")
-    found.tensors = dict(sorted(found.tensors.items(), key=lambda item: item[0] in encoder.parts))
-    return found
+    encoder.found.tree = encoder.node(value, "")
+    return encoder.found
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -71,7 +73,6 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 class _Encoder:
     def __init__(self) -> None:
         self.found = Encoded()
-        self.parts: set[str] = set()
         self._names: dict[Any, str] = {}
 
     def node(self, value: Any, path: str) -> Any:
@@ -133,7 +134,7 @@ class _Encoder:
         if sharding.is_sharded(value):
             value, shard = sharding.local(value, path)
             node["shard"] = shard.word()
-            self.parts.add(node["$tensor"])
+            self.found.parts.add(node["$tensor"])
         value = value.detach()
         if "shard" not in node and not value.is_contiguous() and _is_dense(value):
             node["stride"] = list(value.stride())
