@@ -24,7 +24,7 @@ OWN = "writer."
 
 def identify(rank: int, *, stands_for: int | None = None) -> None:
     """Say which rank this process is, for plans that aim at one, and for which process's pid it stands."""
-    global _rank, _stands_for  # noqa: PLW0603 - one identity for the process
+    global _rank, _stands_for
     _rank, _stands_for = rank, stands_for
 
 
