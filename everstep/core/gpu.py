@@ -41,6 +41,7 @@ class Driver(StrEnum):
     absent = "absent"  # no NVML library: a machine without GPUs, or without their driver
     refused = "refused"  # the library is there and does not start: driver not loaded, other version
     starting = "starting"  # the probe is not up yet
+    starved = "starved"  # the probe gets no processor time; nothing is known of the driver
     silent = "silent"  # the probe did not answer, ended, or said nothing of use
 
 
@@ -248,11 +249,11 @@ def driving(sweep: Sweep, failed_after: float = FAILED_AFTER_SECONDS) -> State:
     """What the way the driver answers says about the node.
 
     Without a driver nothing is known of GPUs that were never seen here: unknown. One that was seen and is gone has its
-    own sample in the sweep.
+    own sample in the sweep. A starved probe says nothing of the driver, nor of the GPUs.
     """
     if sweep.driver is Driver.present:
         return State.healthy
-    if sweep.driver is Driver.absent:
+    if sweep.driver in (Driver.absent, Driver.starved):
         return State.unknown
     return State.failed if sweep.silent_s >= failed_after else State.unknown
 

@@ -47,6 +47,8 @@ class Roster:
                 self._known[one.uuid] = _Known(one, now)
                 self._first_asked.pop(one.uuid, None)
         there = {one.uuid for one in found}
+        if driver is Driver.starved:
+            return found  # nobody was asked: there is nothing to say of the others
         waiting = driver in (Driver.silent, Driver.starting)
         answer = Answer.unresponsive if waiting else Answer.missing
         gone = [uuid for uuid in self._known if uuid not in there]

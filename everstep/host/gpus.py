@@ -74,6 +74,7 @@ class GpuSampler:
         self._anew_at = clock() + look_anew
         self._hold_seconds = hold
         self._held: int | None = None
+        self._tried: set[int] = set()
         self._hello: dict[str, Any] = {}
         self._number = 0
         self._well_at = clock()
@@ -88,7 +89,7 @@ class GpuSampler:
     def start(self, seconds: float = START_SECONDS) -> Sweep:
         """The first sweep that finds more than a probe that is starting, waiting for it for so many seconds."""
         until = self._clock() + seconds
-        while (got := self.sweep()).driver is Driver.starting and self._clock() < until:
+        while (got := self.sweep()).driver in (Driver.starting, Driver.starved) and self._clock() < until:
             pass
         return got
 
@@ -168,6 +169,8 @@ class GpuSampler:
     def _no_answer(self) -> _Answered:
         if not self._probe.runs:
             return Driver.silent, self._probe.ended, []
+        if self._probe.starves:
+            return Driver.starved, "the probe waits for a processor; this machine is overloaded", []
         if self._hello:
             self._probe.replace(f"no answer from the probe within {self._within:g} s")
         elif self._clock() - self._probe.started < self._start_seconds:
@@ -208,15 +211,35 @@ class GpuSampler:
             self._pause = self._look_anew
             self._anew_at = now + self._pause
             self._held = None
+            self._tried.clear()
             return
         stuck = {int(part["part"]): float(part["stuck"][1]) for part in parts if "stuck" in part}
-        first = max(stuck, key=lambda number: stuck[number], default=None)
-        if len(stuck) > 1 and (self._held is None or self._held == first):
-            # most likely the first one holds the driver's lock and the others wait for it: read them without that one
-            self._held = first
-            self._probe.replace(f"GPU {first} blocks the others", 0.0)
-        elif now >= self._anew_at and not self._probe.left_behind and not any("held" in part for part in parts):
+        if self._held not in stuck and not any("held" in part for part in parts):
+            self._held = None  # its time is over, and it answers
+        if len(stuck) < 2:
+            self._tried.clear()
+        elif (suspect := self._suspect(stuck)) is not None:
+            self._held = suspect
+            self._probe.replace(f"GPU {suspect} seems to block the others", 0.0)
+            return
+        if now >= self._anew_at and not self._probe.left_behind and self._held is None:
             self._pause = min(2 * self._pause, LOOK_ANEW_LONGEST)
             self._anew_at = now + self._pause
-            self._held = None
+            self._tried.clear()
             self._probe.replace("to look anew at GPUs that do not answer", 0.0)
+
+    def _suspect(self, stuck: Mapping[int, float]) -> int | None:
+        """Of GPUs that hang at once, most likely one holds the driver's lock and the others wait for it: which one?
+
+        The one that did so before, else the one that has waited longest. That can be wrong, so others are tried in turn:
+        none is left once each was set aside and the rest hung all the same.
+        """
+        if self._held in stuck:
+            return self._held  # it was asked again, and did it again
+        untried = {number: seconds for number, seconds in stuck.items() if number not in self._tried}
+        self._held = None
+        if not untried:
+            return None
+        first = max(untried, key=lambda number: untried[number])
+        self._tried.add(first)
+        return first

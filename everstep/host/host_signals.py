@@ -92,6 +92,8 @@ class HostSampler:
             if parts and "done" in parts[-1]:
                 self._probe.is_well()
                 return parts[:-1], ""
+        if self._probe.starves:
+            return None, "the probe waits for a processor; this machine is overloaded"
         self._probe.replace(f"no answer from the probe within {self._within:g} s")
         return None, self._probe.ended
 

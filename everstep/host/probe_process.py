@@ -5,6 +5,7 @@ later each time. One that cannot even be killed (a thread in uninterruptible sle
 the kernel lets it go; with too many of them no more of that module are started in this process.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -25,6 +26,8 @@ KILL_SECONDS = 1.0
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 600.0
 LONGEST_LINE = 4 << 20
+STARVED_SHARE = 0.5
+"""Of the time since it was asked: a probe that could run and got less of a processor than that is starved."""
 
 _LEFT: dict[str, list[Process]] = {}
 
@@ -53,6 +56,7 @@ class ProbeProcess:
         self._left = _LEFT.setdefault(module, [])
         self._read = -1
         self._rest = b""
+        self._asked = (0.0, 0.0)
         self._failures = 0
         self._not_before = 0.0
         self.starts = 0
@@ -102,10 +106,21 @@ class ProbeProcess:
         self.starts += 1
         self.started = self._clock()
         self.ended = ""
+        self._asked = (self.started, 0.0)
         return True
+
+    @property
+    def starves(self) -> bool:
+        """Whether it has work to do and gets no processor for it: that it does not answer says nothing then."""
+        if self._process is None:
+            return False
+        runnable, seconds = _at_work(self._process.pid)
+        asked, before = self._asked
+        return runnable and seconds - before < STARVED_SHARE * (self._clock() - asked)
 
     def tell(self, message: Mapping[str, Any]) -> None:
         if self._process is not None:
+            self._asked = (self._clock(), _at_work(self._process.pid)[1])
             process.tell(self._process, json.dumps(message).encode() + b"\n")
 
     def receive(self, until: float) -> list[dict[str, Any]]:
@@ -173,3 +188,14 @@ class ProbeProcess:
             self._left.append(one)
         else:
             one.close()
+
+
+def _at_work(pid: int) -> tuple[bool, float]:
+    """Whether a thread of it could run just now, and the processor seconds it has used (proc(5), stat)."""
+    runnable, ticks = False, 0
+    with contextlib.suppress(OSError):  # it has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            runnable |= (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+    return runnable, ticks / os.sysconf("SC_CLK_TCK")

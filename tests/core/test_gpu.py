@@ -46,6 +46,7 @@ def test_answer_and_time_make_the_state(answer, silent_s, state):
     [
         (Driver.present, 0, State.healthy),
         (Driver.absent, 1e6, State.unknown),
+        (Driver.starved, 1e6, State.unknown),
         (Driver.starting, 3, State.unknown),
         (Driver.silent, 59, State.unknown),
         (Driver.silent, 60, State.failed),

@@ -39,7 +39,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespa
     folder = tmp_path_factory.mktemp("standing")
     fake = nvml.node(folder, 2)
     with GpuSampler(environment=fake.environment, within=5.0, log=folder / "log") as sampler:
-        sampler.start()
+        ready(sampler)
         yield SimpleNamespace(fake=fake, sampler=sampler)
 
 
@@ -50,12 +50,17 @@ def node(standing: SimpleNamespace) -> Iterator[SimpleNamespace]:
     standing.fake.fail(*layout.CALLS, error=0)
 
 
-def until(sampler: GpuSampler, holds: Callable[[Sweep], bool], seconds: float = 60.0) -> Sweep:
+def until(sampler: GpuSampler, holds: Callable[[Sweep], bool], seconds: float = 300.0) -> Sweep:
     end = time.monotonic() + seconds
     while not holds(got := sampler.sweep()):
         assert time.monotonic() < end, got
         time.sleep(0.02)
     return got
+
+
+def ready(sampler: GpuSampler) -> Sweep:
+    """The first sweep in which all answer, however busy this machine is."""
+    return until(sampler, lambda sweep: bool(sweep.gpus) and set(answers(sweep)) == {Answer.ok})
 
 
 def answers(sweep: Sweep) -> list[Answer]:
@@ -164,7 +169,7 @@ def test_device_that_lacks_half_of_the_counters_or_all(fake, sampler):
     half = list(layout.SIGNALS)[::2]
     fake.fail(*half, gpu=0)
     fake.fail(*layout.SIGNALS, gpu=1)
-    got = sampler.start()
+    got = sampler.start(300)
     assert answers(got) == [Answer.ok] * 4
     assert [one.troubles for one in got.gpus] == [{}] * 4
     assert set(got.gpus[1].not_measured) == set(gpu.READINGS)
@@ -189,7 +194,7 @@ def test_older_drivers_are_asked_in_their_way(fake, sampler):
     missing = ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCurrentClocksEventReasons")
     fields = tuple(f"field_{number}" for number in (91, 161, 162, 163, 215, 219))
     fake.fail(*missing, *fields, gpu=0, error=13)
-    got = sampler.start().gpus[0]
+    got = sampler.start(300).gpus[0]
     assert (got.temperature_c, got.clock_reasons) == (77, 1)
     assert (got.memory_total_bytes, got.memory_reserved_bytes) == (80 << 30, None)
     assert len(got.links or ()) == layout.LINKS
@@ -200,7 +205,7 @@ def test_limits_are_those_that_the_driver_states(fake, sampler):
     fake.set(0, slowdown=84, gpu_max=80, shutdown=90, memory_max=92)
     fake.fail("limits", gpu=1)
     fake.set(2, sm_clock_max=1410, pcie_width_max=8, pcie_generation_max=4)
-    got = sampler.start().gpus
+    got = sampler.start(300).gpus
     assert (got[0].max_limit_c, got[0].slowdown_limit_c, got[0].shutdown_limit_c, got[0].memory_limit_c) == (
         80,
         84,
@@ -215,7 +220,7 @@ def test_gpu_that_hangs_for_ever_harms_nobody(fake):
     """BC-137: GPU 3 of 4 blocks in its ECC query. The others are read, 50 times, and nothing grows."""
     fake.train()
     with GpuSampler(environment=fake.environment, within=2.0, look_anew=3600) as sampler:
-        sampler.start()
+        ready(sampler)
         fake.set(3, ecc_corrected_volatile=5)
         sampler.sweep()
         fake.hang("ecc", gpu=3)
@@ -253,7 +258,7 @@ def threads(pid: int) -> int:
 def test_gpu_that_hangs_from_the_start_is_told_with_its_query(fake, query):
     fake.hang(query, gpu=1)
     with GpuSampler(environment=fake.environment, within=1.0) as sampler:
-        got = sampler.start()
+        got = sampler.start(300)
         assert sorted(answers(got)) == [Answer.ok, Answer.ok, Answer.ok, Answer.unresponsive]
         assert got.gpus[1].answer is Answer.unresponsive
         assert got.gpus[1].uuid == ("unknown-1" if "Handle" in query else fake.uuid(1))
@@ -266,26 +271,26 @@ def test_hang_that_holds_the_drivers_lock_is_set_aside(fake):
     """All calls of a process wait for the one that hangs: the next probe leaves that GPU alone and reads the others."""
     fake.one_at_a_time()
     with GpuSampler(environment=fake.environment, within=1.0, hold=5.0) as sampler:
-        sampler.start()
+        ready(sampler)
         fake.hang("power", gpu=2)
         first = sampler.sweep()
         assert first.gpus[2].answer is Answer.unresponsive
-        got = until(sampler, lambda sweep: answers(sweep).count(Answer.ok) == 3, 20)
+        got = until(sampler, lambda sweep: answers(sweep).count(Answer.ok) == 3)
         assert got.gpus[2].answer is Answer.unresponsive
         assert "asked again in" in got.gpus[2].why
         assert got.gpus[2].uuid == fake.uuid(2)
         assert got.restarts >= 1
         fake.answer()
-        got = until(sampler, lambda sweep: answers(sweep) == [Answer.ok] * 4, 30)
+        until(sampler, lambda sweep: answers(sweep) == [Answer.ok] * 4)
 
 
 def test_driver_that_does_not_start_is_unknown_then_failed_and_comes_back(fake):
     """BC-140: a hang of the whole driver is told, and ends."""
     fake.system("nvmlInit", seconds=None)
-    with GpuSampler(environment=fake.environment, within=0.3, start_seconds=1.5) as sampler:
-        assert sampler.sweep().driver is Driver.starting
+    with GpuSampler(environment=fake.environment, within=0.3, start_seconds=5.0) as sampler:
+        assert sampler.sweep().driver in (Driver.starting, Driver.starved)
         got = until(sampler, lambda sweep: sweep.driver is Driver.silent)
-        assert "no answer from the driver within 1.5 s" in got.why
+        assert "no answer from the driver within 5 s" in got.why
         assert gpu.driving(got) is State.unknown
         assert gpu.driving(got, failed_after=got.silent_s) is State.failed
         got = until(sampler, lambda sweep: sweep.restarts >= 1)
@@ -317,9 +322,32 @@ def test_probe_that_yields_nothing_is_silence_not_health(how, tmp_path):
         until(sampler, lambda _: sampler._probe.starts > before)
 
 
+def test_probe_that_gets_no_processor_is_no_sign_of_a_sick_driver(fake):
+    """An overloaded machine: the probe is not killed for it, and no GPU is blamed."""
+    idle = (
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+        "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); os.execv(sys.executable, sys.argv)"
+    )
+    argv = [sys.executable, "-c", idle, "-m", "everstep.host.gpu_probe"]
+    argv[3:3] = [sys.executable]
+    hog = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
+    hogs = [subprocess.Popen([sys.executable, "-c", hog]) for _ in range(2)]
+    try:
+        with GpuSampler(environment=fake.environment, argv=argv, within=0.3, start_seconds=0.5) as sampler:
+            got = until(sampler, lambda sweep: sweep.driver is Driver.starved)
+            for _ in range(5):
+                got = sampler.sweep()
+                assert got.driver is not Driver.silent
+            assert got.restarts == 0
+    finally:
+        for one in hogs:
+            one.kill()
+            one.wait()
+
+
 def test_probe_that_stops_is_replaced_and_its_gpus_are_unknown_meanwhile(fake):
     with GpuSampler(environment=fake.environment, within=1.0) as sampler:
-        sampler.start()
+        ready(sampler)
         os.kill(sampler._probe.pid, signal.SIGSTOP)
         got = sampler.sweep()
         assert got.driver is Driver.silent
@@ -342,7 +370,7 @@ def test_probe_that_cannot_be_killed_is_left_behind_counted_and_bounded(fake, tm
     with fuse.mount(tmp_path / "fuse") as tier:
         (tier.source / "device").touch()
         with GpuSampler(environment=fake.environment, within=1.0, look_anew=0.2) as sampler:
-            sampler.start()
+            ready(sampler)
             tier.plan(fuse.Fault("hang", "getattr", "device"))
             fake.hang_in_kernel("power", gpu=2, path=tier.path / "device")
             try:
@@ -360,7 +388,7 @@ def test_probe_that_cannot_be_killed_is_left_behind_counted_and_bounded(fake, tm
 
 def test_lost_gpu_is_told_by_name_and_comes_back(fake):
     with GpuSampler(environment=fake.environment, within=5.0, look_anew=0.2) as sampler:
-        sampler.start()
+        ready(sampler)
         fake.lose(2)
         got = sampler.sweep()
         assert answers(got) == [Answer.ok, Answer.ok, Answer.lost, Answer.ok]
@@ -374,7 +402,7 @@ def test_lost_gpu_is_told_by_name_and_comes_back(fake):
 
 
 def test_gpu_that_needs_a_reset(fake, sampler):
-    sampler.start()
+    ready(sampler)
     fake.set(0, reset_required=1)
     got = sampler.sweep()
     assert (got.gpus[0].answer, gpu.answering(got.gpus[0])) == (Answer.reset_required, State.failed)
@@ -384,7 +412,7 @@ def test_gpu_that_needs_a_reset(fake, sampler):
 def test_missing_gpu_is_missed_and_the_others_keep_their_names(fake):
     fake.set(3, temperature=77)
     with GpuSampler(environment=fake.environment, within=5.0, look_anew=0.2) as sampler:
-        sampler.start()
+        ready(sampler)
         fake.remove(1)
         assert sampler.sweep().gpus[1].answer is Answer.lost
         got = until(sampler, lambda sweep: Answer.missing in answers(sweep))
@@ -415,7 +443,7 @@ def test_mig_instances_are_read_with_their_gpu(node):
 
 
 def test_xid_is_heard_at_once_with_the_name_of_its_gpu(fake, sampler):
-    sampler.start()
+    ready(sampler)
     assert sampler.wait(0.05) == ()
     timer = threading.Timer(0.2, fake.xid, (2, 79))
     timer.start()
@@ -431,7 +459,7 @@ def test_xid_is_heard_at_once_with_the_name_of_its_gpu(fake, sampler):
 
 
 def test_storm_of_xids_takes_one_record(fake, sampler):
-    sampler.start()
+    ready(sampler)
     fake.xid(1, 31, times=10_000)
     fake.xid(0, 48)
     found = gather(sampler, 10_001)
@@ -444,7 +472,7 @@ def test_storm_of_xids_takes_one_record(fake, sampler):
 
 
 def test_storm_that_nobody_reads_does_not_stop_the_sweeps(fake, sampler):
-    sampler.start()
+    ready(sampler)
     for _ in range(5):
         fake.xid(1, 31, times=2_000)
         assert answers(sampler.sweep()) == [Answer.ok] * 4
@@ -454,7 +482,7 @@ def test_storm_that_nobody_reads_does_not_stop_the_sweeps(fake, sampler):
 
 def gather(sampler: GpuSampler, count: int) -> list[gpu.XidEvent]:
     found: list[gpu.XidEvent] = []
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while sum(one.count for one in found) < count:
         assert time.monotonic() < end, found
         found += sampler.wait(1)
@@ -463,7 +491,7 @@ def gather(sampler: GpuSampler, count: int) -> list[gpu.XidEvent]:
 
 def test_wait_for_events_that_fails_is_taken_up_again(fake, sampler):
     """A GPU that fell off the bus spoils the wait of all, for as long as it lasts."""
-    sampler.start()
+    ready(sampler)
     fake.system("nvmlEventSetWait_v2", error=15)
     time.sleep(1.2)  # the wait that is under way ends
     fake.system("nvmlEventSetWait_v2")
@@ -480,7 +508,7 @@ def test_no_library_is_a_machine_without_gpus(tmp_path):
     ):
         pytest.skip("this machine has an NVIDIA driver")
     with GpuSampler() as sampler:
-        got = sampler.start()
+        got = sampler.start(300)
         assert (got.driver, got.gpus) == (Driver.absent, ())
         assert "Not Found" in got.why
         assert gpu.driving(got) is State.unknown
@@ -491,7 +519,7 @@ def test_no_library_is_a_machine_without_gpus(tmp_path):
 
 def test_driver_that_is_not_loaded_is_refused_and_its_gpus_are_missed(fake):
     with GpuSampler(environment=fake.environment, within=5.0) as sampler:
-        sampler.start()
+        ready(sampler)
         fake.unload()
         os.kill(sampler._probe.pid, signal.SIGKILL)
         got = until(sampler, lambda sweep: sweep.driver is Driver.refused)
@@ -505,7 +533,7 @@ def test_node_of_eight_in_one_sweep(tmp_path):
     fake = nvml.node(tmp_path, 8)
     fake.train()
     with GpuSampler(environment=fake.environment, within=5.0) as sampler:
-        got = sampler.start()
+        got = sampler.start(300)
         assert [one.uuid for one in got.gpus] == [fake.uuid(number) for number in range(8)]
         assert [one.index for one in got.gpus] == list(range(8))
         assert all(one.not_measured == () and one.events_heard for one in got.gpus)
@@ -515,7 +543,7 @@ def test_node_of_eight_in_one_sweep(tmp_path):
 
 def test_nothing_is_left_behind(fake, tmp_path):
     with GpuSampler(environment=fake.environment) as sampler:
-        sampler.start()
+        ready(sampler)
         pid = sampler._probe.pid
     assert not Path(f"/proc/{pid}").exists()
     code = (

@@ -271,7 +271,7 @@ def _pack(one: _Gpu) -> bytes:
 def _unpack(parts: tuple[object, ...]) -> _Gpu:
     rest = list(parts)
     texts = {name: _text(rest.pop(0)) for name in layout.TEXTS}
-    numbers = [int(str(one)) for one in rest]
+    numbers = [one for one in rest if isinstance(one, int)]
     values, codes = numbers[: len(layout.VALUES)], numbers[len(layout.VALUES) :]
     status, delay = codes[: len(layout.CALLS)], codes[len(layout.CALLS) :]
     return _Gpu(
