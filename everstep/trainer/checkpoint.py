@@ -10,6 +10,7 @@ from typing import Any
 
 from everstep.core.checkpoint import MANIFEST
 from everstep.core.dataset import FileEntry
+from everstep.store import atomic
 from everstep.trainer import shards
 from everstep.trainer.snapshot import Placed, Plan, Snapshot
 
@@ -45,12 +46,27 @@ def files_of(
     return [*files, {"path": f"rank-{rank}.json", "text": text}]
 
 
+def withdraw(folder: Path) -> None:
+    """Take back a manifest of which nobody knows whether it is there for good; without it the files are no checkpoint."""
+    manifest = folder / MANIFEST
+    if manifest.exists():
+        manifest.unlink()
+        atomic.sync_folder(folder)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove manifests that a dead writer had begun."""
+    for path in folder.glob(f".{MANIFEST}.*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def remove_part(folder: Path, rank: int) -> None:
     """Take back one rank's files of a checkpoint that could not be committed, and what a dead writer had begun."""
-    patterns = [f"rank-{rank}.*", f"rank-{rank}-*", f".rank-{rank}.*.tmp", f".rank-{rank}-*.tmp"]
-    for pattern in [*patterns, *([f".{MANIFEST}.*.tmp"] if rank == 0 else [])]:
+    for pattern in (f"rank-{rank}.*", f"rank-{rank}-*", f".rank-{rank}.*.tmp", f".rank-{rank}-*.tmp"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
+    if rank == 0:
+        remove_drafts(folder)
 
 
 def _groups(plan: Plan, rank: int) -> list[list[Placed]]:

@@ -90,6 +90,8 @@ class Committer:
         verdict = next((one for one in told if one["error"] is not None), None)
         if verdict is None and rank == 0:
             verdict = attempt(lambda: self._commit(folder, save, told))
+            if verdict["error"] is not None:  # before any rank takes its files back
+                attempt(lambda: checkpoint.withdraw(folder))
         verdict = target.ranks.gather(verdict)[0]
         if verdict is None or verdict["error"] is None:
             return Verdict()
@@ -133,7 +135,16 @@ class Committer:
             metrics=plain(snapshot.metrics),
             files=tuple(checkpoint.files(told)),
         )
-        self._scribe.commit(target.ranks.rank, str(folder), manifest.to_json())
+        self._publish(folder, manifest.to_json(), save)
+
+    def _publish(self, folder: Path, manifest: str, save: Save) -> None:
+        """A writer that died may have published the manifest without saying so: another one does it again, the same."""
+        try:
+            self._scribe.commit(self._target.ranks.rank, str(folder), manifest)
+        except WriterDied as died:
+            self.note(save, str(died))
+            self._scribe.commit(self._target.ranks.rank, str(folder), manifest)
+            checkpoint.remove_drafts(folder)
 
     def _write_structure(self, anew: bool) -> None:
         """Once for a run; again if there was no checkpoint to go on from, since the program may have been mended."""

@@ -16,6 +16,6 @@ def write_part(folder, program, rank, ranks, *, step=7):
     buffer = Buffer(plan.size, pinned=False)
     try:
         Copying(buffer, [(placed, encoded.tensors[placed.name]) for placed in plan.placed], lambda *_: False)
-        return writer.write(folder, files, memoryview(bytes(buffer.bytes)), lambda _: None)
+        return writer.write(folder, files, memoryview(bytes(buffer.bytes.numpy())), lambda _: None)
     finally:
         buffer.close()
