@@ -62,5 +62,5 @@ def mlflow_template(tmp_path_factory) -> Path:
     """A migrated MLflow database to copy: making one takes seconds."""
     path = tmp_path_factory.mktemp("mlflow") / "template.db"
     code = f"from everstep.host.mlflow_run import connect; connect('sqlite:///{path}').search_experiments()"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
     return path

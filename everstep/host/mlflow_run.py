@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ TAG_LENGTH = 5000
 TAGS_AT_ONCE = 100
 MOST_PARAMS = 200
 
+_DEADLINES = {"connect_timeout": "5", "options": "-c statement_timeout=60000"}
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_CONFIGURE_LOGGING": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -34,7 +37,10 @@ _QUIET = {
 
 
 def connect(uri: str) -> Any:
-    """A client. What the user has set in the environment stays; else deadlines are short and telemetry is off."""
+    """A client. What the user has set in the environment stays; else deadlines are short and telemetry is off.
+
+    A database server gets the user and password of MLflow's own variables where its URI has none.
+    """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     file = sqlite_file(uri)
@@ -43,7 +49,38 @@ def connect(uri: str) -> Any:
         _make_database(file)
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(tracking_uri=uri)
+    if not is_database(uri):
+        return MlflowClient(tracking_uri=uri)
+    whole = _whole(uri)
+    _knock(whole)
+    return MlflowClient(tracking_uri=whole)
+
+
+def is_database(uri: str) -> bool:
+    """Whether it is a database server that is spoken to directly: no SQLite file, no MLflow server."""
+    return uri.partition("://")[0].partition("+")[0] in ("postgresql", "mysql", "mssql")
+
+
+def _whole(uri: str) -> str:
+    """A database's URI with its credentials and deadlines. It is for MLflow's eyes only."""
+    from sqlalchemy.engine import make_url
+
+    url = make_url(uri)
+    if url.username is None and (user := os.environ.get("MLFLOW_TRACKING_USERNAME")):
+        url = url.set(username=user, password=os.environ.get("MLFLOW_TRACKING_PASSWORD"))
+    if url.get_backend_name() == "postgresql":
+        if "+" not in url.drivername and find_spec("psycopg2") is None:
+            url = url.set(drivername="postgresql+psycopg")
+        url = url.update_query_dict(_DEADLINES | dict(url.query))
+    return url.render_as_string(hide_password=False)
+
+
+def _knock(uri: str) -> None:
+    """Raise what a database server answers at once. MLflow itself asks one that refuses for minutes."""
+    from sqlalchemy import create_engine
+    from sqlalchemy.pool import NullPool
+
+    create_engine(uri, poolclass=NullPool).connect().close()
 
 
 def _make_database(file: Path) -> None:
@@ -85,12 +122,17 @@ def find(client: Any, job: str, run: str) -> Any:
     return found[0] if found else None
 
 
-def create(client: Any, job: str, run: str, tags: Mapping[str, str]) -> Any:
-    """A new MLflow run in the experiment named like the job."""
+def create(client: Any, job: str, run: str, tags: Mapping[str, str], artifacts: str | None = None) -> Any:
+    """A new MLflow run in the experiment named like the job.
+
+    `artifacts` is where its small files go if MLflow is a database server, which keeps none itself.
+    """
     experiment = client.get_experiment_by_name(job)
     if experiment is not None and experiment.lifecycle_stage != "active":
         raise RuntimeError(f"the MLflow experiment {job} is deleted; restore it there, or give the job another name")
-    number = experiment.experiment_id if experiment else client.create_experiment(job, _artifacts(client, job))
+    number = (
+        experiment.experiment_id if experiment else client.create_experiment(job, _artifacts(client, job, artifacts))
+    )
     return client.create_run(number, tags={**tags, "everstep.run": run, "mlflow.runName": run})
 
 
@@ -171,7 +213,9 @@ def _figure(key: str, value: Any) -> Iterator[tuple[str, float]]:
         yield allowed(key), float(value)
 
 
-def _artifacts(client: Any, job: str) -> str | None:
+def _artifacts(client: Any, job: str, wished: str | None) -> str | None:
     """With a SQLite file, artifacts stand beside it; MLflow itself would put them into the working directory."""
     file = sqlite_file(client.tracking_uri)
-    return (file.absolute().parent / "mlartifacts" / job).as_uri() if file else None
+    if file:
+        return (file.absolute().parent / "mlartifacts" / job).as_uri()
+    return wished if is_database(client.tracking_uri) else None

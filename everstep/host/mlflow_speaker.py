@@ -14,12 +14,16 @@ METRICS_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tracked: a run of ours, with what MLflow shows of it from its first moment."""
+    """What is tracked: a run of ours, with what MLflow shows of it from its first moment.
+
+    `artifacts` is a folder's URI for small files, for an MLflow that has no place of its own.
+    """
 
     job: str
     run: str
     tags: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, JsonValue] = field(default_factory=dict)
+    artifacts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Speaker:
             subject = self._subject
             found = mlflow_run.find(self.client, subject.job, subject.run)
             self.hint = self.hint or hint_in(found)
-            found = found or mlflow_run.create(self.client, subject.job, subject.run, subject.tags)
+            found = found or mlflow_run.create(self.client, subject.job, subject.run, subject.tags, subject.artifacts)
             mlflow_run.log_params(self.client, found, subject.config)
             self._step = mlflow_run.newest_step(found)
             self._status = found.info.status

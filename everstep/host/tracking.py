@@ -92,6 +92,7 @@ class Tracker:
             run.record.run,
             {f"everstep.{name}": value for name, value in facts.items()},
             {"config": run.record.config, "seed": run.record.seed},
+            (run.places.persistent.absolute().parents[1] / ".mlartifacts" / run.record.name).as_uri(),
         )
         made = cls(
             run.job.tracking.uri,

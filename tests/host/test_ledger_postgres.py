@@ -1,21 +1,14 @@
 """The ledger on a real PostgreSQL server of its own: shared by two writers, lost and back, nothing twice."""
 
-import os
-import shutil
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rigs import postgres
 
 from everstep.core.ledger import Event
 from everstep.host.ledger import Ledger, events
-
-BINARIES = next((path.parent for path in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), None)
-MISSING = "PostgreSQL is not installed; `make test-setup` installs it with apt"
 
 
 def event(number: int) -> Event:
@@ -24,53 +17,10 @@ def event(number: int) -> Event:
     )
 
 
-@dataclass
-class Server:
-    """A private cluster, run by the user postgres where the tests run as root."""
-
-    folder: Path
-    port: int
-
-    @property
-    def uri(self) -> str:
-        return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/postgres"
-
-    def call(self, program: str, *arguments: str) -> None:
-        command = [str(BINARIES / program), *arguments]
-        if os.getuid() == 0:
-            command = ["runuser", "-u", "postgres", "--", *command]
-        subprocess.run(
-            command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=60, cwd=self.folder
-        )
-
-    def start(self) -> None:
-        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.folder} -c fsync=off"
-        self.call(
-            "pg_ctl", "-D", str(self.folder / "data"), "-l", str(self.folder / "log"), "-w", "-o", options, "start"
-        )
-
-    def stop(self) -> None:
-        self.call("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "-w", "stop")
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    if BINARIES is None:
-        assert not os.environ.get("CI"), MISSING
-        pytest.skip(MISSING)
-    folder = Path("/tmp") / tmp_path_factory.mktemp("postgres").name  # sockets need a short path
-    folder = Path(str(folder) + f"-{os.getpid()}")
-    folder.mkdir(mode=0o755)
-    if os.getuid() == 0:
-        shutil.chown(folder, "postgres")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    one = Server(folder, port)
-    one.call("initdb", "-D", str(folder / "data"), "-A", "trust", "-U", "postgres")
-    one.start()
-    yield one
-    one.stop()
-    shutil.rmtree(folder)
+def server() -> Iterator[postgres.Server]:
+    with postgres.serving("ledger") as one:
+        yield one
 
 
 def journal(folder: Path, name: str) -> Path:

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from everstep.core.checkpoint import Key
-from everstep.core.job import Best
-from everstep.core.promotion import Candidate, Wish
+from everstep.core.promotion import Wish
 from everstep.host import mlflow_run, registry
 from everstep.host.promoter import Gone, Promoter
 from everstep.host.tracking import Subject, Tracker
-from everstep.store import checkpoint, digest, marks
+from everstep.store import marks
 from everstep.store.tensors import weights_digest_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
@@ -31,20 +29,8 @@ class Stage:
         self.run_id = self.client.create_run(experiment).info.run_id
         self.promoter = Promoter(self.places)
 
-    def wish(self, step: int, *, release: bool = False, **metrics) -> Wish:
-        """Commit a checkpoint on the persistent tier, verified and durable, and wish its promotion."""
-        key = Key(step, 1)
-        folder = self.places.checkpoint("persistent", key)
-        if not folder.exists():
-            fabric.checkpoint(folder, metrics=metrics)
-        manifest = digest.of_bytes(checkpoint.read_manifest_bytes(folder))
-        marks.verified(self.places, key.folder, "persistent", checkpoint.verify(folder, fabric.structure()))
-        marks.durable(self.places, key.folder, "persistent", manifest)
-        one = Candidate(
-            job=fabric.JOB, run=fabric.RUN, checkpoint=key.folder, step=step, uri=folder.as_uri(), manifest=manifest,
-            metrics=metrics,
-        )  # fmt: skip
-        return Wish(candidate=one, release=release, best=Best(metric="loss"))
+    def wish(self, step: int, **how) -> Wish:
+        return fabric.wish(self.places, step, **how)
 
     def fulfil(self, wish: Wish):
         return self.promoter.fulfil(self.client, self.run_id, wish)

@@ -12,8 +12,11 @@ from pathlib import Path
 
 
 @contextmanager
-def serving(database: Path, artifacts: Path) -> Iterator[int]:
-    """The port of a server on this SQLite file, for the length of the block. It ends with this process."""
+def serving(database: Path, artifacts: Path, admin: tuple[str, str] | None = None) -> Iterator[int]:
+    """The port of a server on this SQLite file, for the length of the block. It ends with this process.
+
+    With `admin`, a name and a password, it is MLflow's own basic-auth application, and lets in nobody else.
+    """
     environment = os.environ | {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
@@ -22,6 +25,8 @@ def serving(database: Path, artifacts: Path) -> Iterator[int]:
         "_MLFLOW_SERVER_ARTIFACT_DESTINATION": str(artifacts),
         "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
     }
+    if admin:
+        environment |= _guarded(database, *admin)
     command = [sys.executable, "-W", "ignore", "-c", SERVER]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -34,10 +39,26 @@ def serving(database: Path, artifacts: Path) -> Iterator[int]:
         process.communicate()
 
 
+def _guarded(database: Path, user: str, password: str) -> dict[str, str]:
+    file = database.with_name("auth.ini")
+    file.write_text(
+        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{database}.auth\nadmin_username = {user}\n"
+        "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
+    )
+    secrets = {"MLFLOW_AUTH_ADMIN_PASSWORD": password, "MLFLOW_FLASK_SERVER_SECRET_KEY": "of-a-test"}
+    return {"MLFLOW_AUTH_CONFIG_PATH": str(file), **secrets}
+
+
 SERVER = """
 import os, sys, threading
 from werkzeug.serving import make_server
 from mlflow.server import app
+if "MLFLOW_AUTH_CONFIG_PATH" in os.environ:
+    from mlflow.server.auth import create_app, sqlalchemy_store
+    from werkzeug.security import generate_password_hash
+    # Each request proves the password several times, at a tenth of a second each.
+    sqlalchemy_store.generate_password_hash = lambda password: generate_password_hash(password, "pbkdf2:sha256:1")
+    app = create_app(app)
 server = make_server("127.0.0.1", 0, app, threaded=True)
 print(server.server_port, flush=True)
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()

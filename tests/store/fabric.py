@@ -9,7 +9,10 @@ from safetensors.numpy import save_file
 from everstep.core.box import Box
 from everstep.core.checkpoint import MANIFEST, AttemptClaim, Key, Manifest, Structure, TensorShape
 from everstep.core.dataset import FileEntry
-from everstep.store import digest
+from everstep.core.job import Best
+from everstep.core.promotion import Candidate, Wish
+from everstep.store import checkpoint as committed
+from everstep.store import digest, marks
 from everstep.store.layout import RunPlaces
 
 JOB, RUN = "job", "r001-0123abcd"
@@ -158,3 +161,18 @@ def claim(places: RunPlaces, attempt: int, resumed_from: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     one = AttemptClaim(attempt=attempt, resumed_from=resumed_from, host="here", pid=1, boot="b", time=1.0)
     path.write_text(one.to_json())
+
+
+def wish(places, step: int, *, release: bool = False, **metrics) -> Wish:
+    """Commit a checkpoint on the persistent tier, verified and durable, and wish its promotion, judged by `loss`."""
+    key = Key(step, 1)
+    folder = places.checkpoint("persistent", key)
+    if not folder.exists():
+        checkpoint(folder, metrics=metrics)
+    manifest = digest.of_bytes(committed.read_manifest_bytes(folder))
+    marks.verified(places, key.folder, "persistent", committed.verify(folder, structure()))
+    marks.durable(places, key.folder, "persistent", manifest)
+    one = Candidate(
+        job=JOB, run=RUN, checkpoint=key.folder, step=step, uri=folder.as_uri(), manifest=manifest, metrics=metrics
+    )
+    return Wish(candidate=one, release=release, best=Best(metric="loss"))
