@@ -25,8 +25,9 @@ from everstep.host.gate import DOCS, RESULT, TASK, publish
 from everstep.host.suites import Subject
 from everstep.store import atomic, faults
 
-MEMORY = 8 << 30
-"""Address space that the process may take: a file made to swell ends in a sentence, not in a machine without memory."""
+MEMORY = 4 << 30
+"""Memory that the process may take: a file made to swell ends in a sentence, not in a machine without memory."""
+ADDRESSES = 8 << 30
 
 Docs = Callable[[Path], None]
 """Builds the Data Docs into a folder."""
@@ -39,7 +40,8 @@ def main(folder: Path) -> None:
     began = time.time()
     task = GateTask.parse((folder / TASK).read_bytes(), str(folder), TASK)
     signal.alarm(int(task.seconds) + 30)  # whoever waits for us has given up by then
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESSES, ADDRESSES))
     faults.point("gate.judge")
     result, docs = judge(task)
     result = result.model_copy(update={"time": began, "seconds": round(time.time() - began, 3)})

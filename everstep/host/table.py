@@ -198,8 +198,11 @@ def _parquet(file: Path, path: str, share: int) -> tuple[Opened, Any]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as table:
+        texts = _text_columns(parquet.read_schema(file))
+        with parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20, read_dictionary=texts) as table:
             schema = tuple((name, _arrow_word(kind)) for name, kind in _arrow_fields(table.schema_arrow))
+            if len(schema) > COLUMNS:
+                raise Unreadable(f"has {len(schema):,} columns, more than {COLUMNS:,}")
             rows = int(table.metadata.num_rows)
             frame = _arrow_rows(table, min(share, max(1, CELLS // max(1, len(schema))))) if share and rows else None
     except (pa.ArrowException, ValueError, OSError) as error:
@@ -225,17 +228,57 @@ def _arrow_word(kind: Any) -> str:
     return canonical({"float": "float32", "halffloat": "float16"}.get(str(kind), str(kind)))
 
 
-def _arrow_rows(table: Any, most: int) -> Any:
-    """The first rows, read in small batches until there are enough, or enough bytes."""
+def _text_columns(schema: Any) -> list[str]:
+    """Columns of text or bytes. They are read as dictionaries: a long value that many rows share is there once."""
+    return [name for name, kind in _arrow_fields(schema) if _is_text(kind)]
+
+
+def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
-    batches, rows, size = [], 0, 0
+    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind))
+
+
+def _arrow_rows(table: Any, most: int) -> Any:
+    """The first rows, read in small batches until there are enough, or enough bytes; one row at least."""
+    import pandas as pd
+
+    frames, rows, left = [], 0, PIECE
     for batch in table.iter_batches(batch_size=min(most, 256)):
-        batches.append(batch)
-        rows, size = rows + batch.num_rows, size + batch.nbytes
-        if rows >= most or size >= PIECE:
+        sizes = _row_sizes(batch)
+        enough = int((sizes.cumsum() < left).sum()) + 1
+        kept = batch.slice(0, min(enough, most - rows))
+        frames.append(_plain(kept).to_pandas())
+        rows, left = rows + kept.num_rows, left - int(sizes[: kept.num_rows].sum())
+        if rows >= most or left <= 0:
             break
-    return pa.Table.from_batches(batches).slice(0, most).to_pandas() if batches else None
+    return pd.concat(frames, ignore_index=True) if frames else None
+
+
+def _row_sizes(batch: Any) -> Any:
+    """About how many bytes each row takes once its dictionaries are spelled out."""
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import compute
+
+    sizes = np.zeros(batch.num_rows)
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type) and _is_text(column.type.value_type):
+            lengths = compute.take(compute.binary_length(column.dictionary), column.indices)
+            sizes += lengths.fill_null(0).to_numpy(zero_copy_only=False)
+        else:
+            sizes += column.nbytes / max(1, batch.num_rows)
+    return sizes
+
+
+def _plain(batch: Any) -> Any:
+    """The rows with their dictionaries spelled out."""
+    import pyarrow as pa
+
+    columns = [
+        column.dictionary_decode() if pa.types.is_dictionary(column.type) else column for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

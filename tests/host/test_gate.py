@@ -13,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from everstep.core.dataset import DatasetManifest, FileEntry
 from everstep.core.errors import TrainingFailed
@@ -570,3 +572,62 @@ def test_the_flow_never_imports_what_is_slow():
     code = "import sys, everstep.host.life, everstep.host.gate; print(*{'great_expectations', 'pandas', 'pyarrow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == ""
+
+
+LOOK = """
+import resource, sys
+from pathlib import Path
+from everstep.host import table
+import pandas, pyarrow.parquet
+used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) << 10
+limit = used + int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+found = table.look(Path(sys.argv[1]), ["bomb.parquet"], "parquet", 10_000)
+print(len(found.frame), found.opened[0].rows, found.opened[0].trouble)
+"""
+
+
+def looked_at(data: Path, megabytes: int) -> list[str]:
+    """Rows of the sample, rows of the file, and its trouble, as a process with so much memory more sees it."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, str(data), str(megabytes << 20)], capture_output=True, text=True, check=False, timeout=300
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().split(" ", 2)
+
+
+def test_a_tiny_file_that_swells_is_looked_at_in_bounded_memory(tmp_path):
+    """validation-cost: 64 GB of text behind a file of some kB, of which one row is enough to see."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["x" * (32 << 20)]))
+    file = tmp_path / "bomb.parquet"
+    table_ = pa.table({"text": text, "id": list(range(2000))})
+    parquet.write_table(table_, file, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    assert file.stat().st_size < 100_000
+    assert looked_at(tmp_path, 600) == ["1", "2000"]
+
+
+def test_a_page_that_does_not_fit_into_memory_is_named(tmp_path):
+    """240 MB of numbers in one page of some kB: no verdict is worth the machine's memory."""
+    file, rows = tmp_path / "bomb.parquet", 30_000_000
+    pages = {"data_page_size": 1 << 30, "row_group_size": rows, "write_batch_size": rows, "max_rows_per_page": rows}
+    zeros = pa.table({"x": np.zeros(rows)})
+    parquet.write_table(zeros, file, compression="zstd", use_dictionary=False, **pages)
+    assert file.stat().st_size < 100_000
+    rows_seen, _, trouble = looked_at(tmp_path, 150)
+    assert rows_seen == "0"
+    assert "is not readable as Parquet" in trouble or "too much memory" in trouble
+
+
+def test_texts_that_rows_share_are_sampled_as_they_are(tmp_path):
+    rows = pd.DataFrame(
+        {"kind": ["a", None, "b" * 20_000, "a"], "n": [1.0, 2.0, None, 4.0], "raw": [b"x", b"y", b"x", None]}
+    )
+    rows["sort"] = pd.Categorical(["one", "two", "one", None])
+    rows.to_parquet(tmp_path / "a.parquet")
+    found = table.look(tmp_path, ["a.parquet"], "parquet", 100)
+    assert found.opened[0].schema == (("kind", "string"), ("n", "float64"), ("raw", "binary"), ("sort", "string"))
+    seen = {name: [None if pd.isna(one) else one for one in found.frame[name]] for name in found.frame}
+    assert seen["kind"] == ["a", None, "b" * 20_000, "a"]
+    assert seen["sort"] == ["one", "two", "one", None]
+    assert seen["raw"] == [b"x", b"y", b"x", None]
+    assert seen["n"] == [1.0, 2.0, None, 4.0]
