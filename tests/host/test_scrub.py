@@ -389,7 +389,7 @@ def test_two_at_once_do_no_harm_where_locks_do_not_reach(shop, tmp_path, monkeyp
     assert shop.scrub().counts["sound"] == 9
 
 
-def until(condition, seconds=30):
+def until(condition, seconds=120):
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "it did not come"

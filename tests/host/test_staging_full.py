@@ -9,6 +9,7 @@ import pytest
 
 from everstep.core.errors import StoreUnavailable
 from everstep.core.place import S3Settings
+from everstep.host import fetching
 from everstep.host.staging import stage
 from everstep.store import s3_access
 
@@ -61,7 +62,7 @@ def check(staged, data) -> None:
     assert found == data
 
 
-def test_a_disk_that_fills_up_in_the_middle(mount, source, tmp_path):
+def test_a_disk_that_fills_up_in_the_middle(mount, source, tmp_path, monkeypatch):
     where, data, access = source
     local = tmp_path / "nvme"
     mount(local, "-t", "tmpfs", "-o", "size=24m", "tmpfs")
@@ -70,6 +71,10 @@ def test_a_disk_that_fills_up_in_the_middle(mount, source, tmp_path):
     def others_write(done: int, total: int) -> None:
         if 0 < done < total and not filled:
             filled.append(fill(local))
+
+    if access is not None:  # the first large file arrives at once, then one piece of a file for each look
+        monkeypatch.setattr(fetching, "workers", lambda: 1)
+        monkeypatch.setattr(fetching, "LOOK_SECONDS", 0.001)
 
     with pytest.raises(StoreUnavailable) as refused:
         stage(where, local, progress=others_write, access=access)

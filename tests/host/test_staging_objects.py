@@ -349,7 +349,7 @@ def test_a_stager_killed_at_any_step_goes_on(put, s3_server, bucket, prefix, loc
 
 def test_leftovers_of_killed_stagers_do_not_grow(put, s3_server, bucket, prefix, local, tmp_path):
     """Case BC-126: killed three times on one machine, and no start trips over what the others left."""
-    put(SMALL)
+    put({f"{number:03}.txt": f"{number}\n".encode() * 500 for number in range(150)})
     plan, left = tmp_path / "plan.json", []
     env = dict(os.environ) | s3_server.env() | {"EVERSTEP_FAULTS": str(plan)}
     command = [sys.executable, "-c", CODE, f"s3://{bucket}/{prefix}", str(local)]

@@ -165,7 +165,7 @@ def test_a_rank_that_says_why_is_believed(case):
     one.start()
     segments, end = one.end()
     assert [result.segment for result in segments] == [1]
-    assert (end.cause.kind, end.cause.message, end.cause.step) == (CauseKind.exception, "a bug", 12)
+    assert (end.cause.kind, end.cause.message, end.cause.step) == (CauseKind.exception, "rank 0: a bug", 12)
     assert end.saved_step == 10
 
 
