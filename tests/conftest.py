@@ -9,7 +9,29 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from rigs import proxy, seaweed
+from rigs import proxy, sampling, seaweed
+
+DRILLS = Path(__file__).parent / "drills"
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    if not sampling.is_whole(os.environ, config.args):
+        seed = sampling.seed()
+        terminalreporter.line(
+            f"drills: a sample of {sampling.SHARE:.0%}, EVERSTEP_SAMPLE={seed}; make test-all runs all"
+        )
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Of the drills, which take half a minute each, a sample is run."""
+    if sampling.is_whole(os.environ, config.args):
+        return
+    drills = {item.nodeid for item in items if DRILLS in item.path.parents}
+    kept = sampling.sample(drills, sampling.seed(), folder=lambda name: name.partition("::")[0])
+    left_out = [item for item in items if item.nodeid in drills - kept]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid not in drills - kept]
 
 
 @pytest.hookimpl(wrapper=True)
