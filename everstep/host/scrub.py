@@ -15,6 +15,7 @@ from pathlib import Path
 from everstep.core.checkpoint import MANIFEST, State, Structure, Verification, abandoned
 from everstep.core.errors import Damaged, EverstepError, StoreUnavailable
 from everstep.core.health import Severity
+from everstep.core.job import CheckpointPolicy
 from everstep.core.scrub import Copy, Line, Outcome, Progress, Scrubbed, due, sources
 from everstep.host import runs, stored
 from everstep.host.gentle import Pace
@@ -38,7 +39,7 @@ class Scrub:
         far: Callable[[], ObjectTier] | None,
         pace: Pace,
         record: Record,
-        keep: int = 3,
+        policy: CheckpointPolicy | None = None,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.run, self.job = places.persistent.name, places.persistent.parent.name
@@ -47,7 +48,7 @@ class Scrub:
         self._tier: ObjectTier | None = None
         self._pace = pace
         self._record = record
-        self._keep = keep
+        self._policy = policy or CheckpointPolicy()
         self._over = over
         self._seen: Seen | None = None
         self._progress = Progress()
@@ -120,7 +121,7 @@ class Scrub:
             self._lines.append(self._unknown("", "object", error))
 
     def _copies(self) -> list[Copy]:
-        return stored.copies(self._places, self._seen, self._progress.repairing, self._resumed, self._keep)
+        return stored.copies(self._places, self._seen, self._progress.repairing, self._resumed, self._policy)
 
     # -- one copy -----------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from everstep.core.errors import EverstepError
 from everstep.core.health import Severity
-from everstep.core.job import explain
+from everstep.core.job import CheckpointPolicy, explain
 from everstep.core.ledger import Event
 from everstep.core.place import is_object
 from everstep.core.scrub import Line, Outcome, Scrubbed, ScrubJob, sentence
@@ -147,10 +147,9 @@ def _scrub(scrubber: Scrubber, places: RunPlaces) -> Scrubbed:
         )
 
     far = (lambda: scrubber.far(places)) if places.object else None
-    keep = (asked_for.get("checkpoint") or {}).get("keep")
     over: Callable[[], bool] = lambda: time.monotonic() > scrubber.until  # noqa: E731 - as short as it is
     try:
-        return Scrub(places, far, scrubber.pace, record, keep if isinstance(keep, int) else 3, over).do()
+        return Scrub(places, far, scrubber.pace, record, _policy_of(asked_for), over).do()
     except (EverstepError, OSError, ValueError) as error:
         why = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
         line = Line(job=job, run=run, checkpoint="", tier="persistent", outcome=Outcome.unknown, why=why)
@@ -167,6 +166,14 @@ def _job_of(places: RunPlaces) -> dict[str, Any]:
         return {}
     job = told.get("job") if isinstance(told, dict) else None
     return job if isinstance(job, dict) else {}
+
+
+def _policy_of(job: dict[str, Any]) -> CheckpointPolicy:
+    """What the run's job keeps; of one that cannot be read, the defaults."""
+    try:
+        return CheckpointPolicy.model_validate(job.get("checkpoint") or {})
+    except ValueError:
+        return CheckpointPolicy()
 
 
 def _ledger_of(job: dict[str, Any], places: RunPlaces) -> str:

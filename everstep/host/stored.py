@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 
-from everstep.core.checkpoint import Key, Mark, State, candidates
+from everstep.core.checkpoint import Key, Mark, State
+from everstep.core.job import CheckpointPolicy
+from everstep.core.retention import Retention
 from everstep.core.scrub import Copy
+from everstep.host.holdings import seen as seen_by_rules
 from everstep.store import checkpoint, marks
 from everstep.store.layout import RunPlaces
 from everstep.store.object_tier import Seen
@@ -12,7 +15,11 @@ Places = dict[tuple[str, str], Mark]
 
 
 def copies(
-    places: RunPlaces, seen: Seen | None, repairing: Mapping[str, str], resumed: Mapping[int, int], keep: int
+    places: RunPlaces,
+    seen: Seen | None,
+    repairing: Mapping[str, str],
+    resumed: Mapping[int, int],
+    policy: CheckpointPolicy,
 ) -> list[Copy]:
     """Every copy that is committed, or was: what marks and the mirror know of is listed too.
 
@@ -22,6 +29,7 @@ def copies(
     known, aside = _marked(places)
     found = []
     for tier in _tiers(places, seen):
+        wanted = _wanted(places, tier, resumed, policy)
         there = _present(places, tier, seen, known)
         keys = {key for folder, where in known if where == tier and (key := Key.parse(folder))}
         keys |= {key for key in there if tier != "local" or (key.folder, tier) in aside}
@@ -37,7 +45,7 @@ def copies(
                 quarantined=(key.folder, tier) in aside,
                 present=key in there,
             )
-            if copy.present or copy.place in repairing or _is_missed(places, copy, resumed, keep):
+            if copy.present or copy.place in repairing or (key in wanted and _is_missed(places, copy)):
                 found.append(copy)
     return found
 
@@ -74,18 +82,23 @@ def _present(places: RunPlaces, tier: str, seen: Seen | None, known: Places) -> 
     return {*committed, *(key for key in torn if (key.folder, tier) in known and key not in busy)}
 
 
-def _is_missed(places: RunPlaces, copy: Copy, resumed: Mapping[int, int], keep: int) -> bool:
-    """One of which nothing is there is missed only where retention would keep it: marks may outlive a removal.
+def _wanted(places: RunPlaces, tier: str, resumed: Mapping[int, int], policy: CheckpointPolicy) -> set[Key]:
+    """What the tier's retention would keep if it had all that any tier has: marks may outlive a removal.
 
-    A folder that is there, and not listed, is being copied.
+    One that no tier has any more is nobody's to mend.
     """
+    homes = {key: where for where in places.tiers for key in checkpoint.find(places.checkpoints(where))[0]}
+    given_up = marks.given_up(places) if tier == "persistent" else set()
+    pinned = marks.pinned(places)
+    all_of_them = [seen_by_rules(places, where, key, policy, pinned) for key, where in homes.items()]
+    fates = Retention.of(policy, tier).judge(all_of_them, resumed)
+    return {fate.key for fate in fates if fate.keeps} - given_up
+
+
+def _is_missed(places: RunPlaces, copy: Copy) -> bool:
+    """Whether nothing is there of a wanted one. A folder that is there, and not listed, is being copied."""
     folder = places.checkpoint(copy.tier, copy.key)
-    if copy.tier == "local" or copy.quarantined or (copy.tier == "persistent" and folder.exists()):
-        return False
-    if copy.tier == "persistent" and copy.key in marks.given_up(places):
-        return False
-    held = {key for tier in places.tiers for key in checkpoint.find(places.checkpoints(tier))[0]}
-    return copy.key in candidates(held, resumed)[:keep] or copy.key.folder in marks.pinned(places)
+    return not (copy.tier == "local" or copy.quarantined or (copy.tier == "persistent" and folder.exists()))
 
 
 def _key_of(place: str, tier: str) -> Key | None:

@@ -389,6 +389,24 @@ def test_two_at_once_do_no_harm_where_locks_do_not_reach(shop, tmp_path, monkeyp
     assert shop.scrub().counts["sound"] == 9
 
 
+def test_what_retention_removed_for_its_budget_is_not_brought_back(shop):
+    """And what the newest three are not, but the job keeps for its step or its metric, is missed when it is gone."""
+    for step in (40, 50):
+        shop.save(step)
+    size = checkpoint.read_manifest(shop.places.checkpoint("local", shop.keys[0])).bytes
+    policy = {"keep": 3, "keep_every_steps": 20, "budget_gb": {"persistent": 2.5 * size / 1e9}}
+    (shop.places.persistent / "job.json").write_text(json.dumps({"job": {"checkpoint": policy}}))
+    gone = retention.apply(shop.places, CheckpointPolicy.model_validate(policy), {1: 0}, set()).removed
+    assert [one.folder for one in gone if one.tier == "persistent"] == [f"step-{step:08d}.a1" for step in (10, 20, 30)]
+    found = shop.scrub()
+    assert found.counts["repaired"] == 0, found.lines
+    policy.pop("budget_gb")
+    (shop.places.persistent / "job.json").write_text(json.dumps({"job": {"checkpoint": policy}}))
+    shutil.rmtree(shop.places.checkpoint("persistent", Key(50, 1)))
+    shop.scrub()
+    assert shop.is_whole("persistent", Key(50, 1))
+
+
 def until(condition, seconds=120):
     limit = time.monotonic() + seconds
     while not condition():
@@ -617,5 +635,5 @@ def test_the_command_line_is_answered_in_a_sentence(shop):
 
 
 def test_what_is_listed_is_what_there_is(shop):
-    listed = stored.copies(shop.places, shop.tier.look(), {}, {1: 0}, 3)
+    listed = stored.copies(shop.places, shop.tier.look(), {}, {1: 0}, CheckpointPolicy())
     assert {(one.key, one.tier) for one in listed} == {(key, tier) for key in shop.keys for tier in ALL}
