@@ -48,10 +48,14 @@ class Speaker:
         self._step = -1
         self._status: str | None = None
 
+    def open(self) -> None:
+        """Import MLflow and make its client: seconds of our own, in which nobody has been asked anything."""
+        self.client = self.client or mlflow_run.connect(self._uri)
+
     def attach(self) -> str:
         """MLflow's id of the run; found or made, if it is not known since the last failure."""
         if self._run_id is None:
-            self.client = self.client or mlflow_run.connect(self._uri)
+            self.open()
             subject = self._subject
             found = mlflow_run.find(self.client, subject.job, subject.run)
             self.hint = self.hint or hint_in(found)

@@ -29,6 +29,8 @@ LOOK_SECONDS = 1.0
 LONGEST_WAIT = 30.0
 AWAY_SECONDS = 15.0
 """How long the end of a run waits for a promotion while MLflow does not answer. After that it is left to the next flow run."""
+SLOW = 4.0
+"""So many times as long as for its answer is waited for MLflow's import before it is asked."""
 ARTIFACT_LIMIT = 4 << 20
 """Bytes of a file that MLflow is given: its servers stand behind gateways that refuse large requests."""
 ENDS = {"completed": "FINISHED", "degraded": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -71,6 +73,7 @@ class Tracker:
         self._changed = threading.Condition()
         self._wishes = Wishes.left_over(self._file)
         self._hint: Hint | None = None
+        self._asked: float | None = None
         self._known = False
         self._closing = False
         self._over = False
@@ -177,9 +180,18 @@ class Tracker:
         self._wish(status=ENDS[status])
 
     def hint(self, deadline_seconds: float) -> Hint | None:
-        """What MLflow knew of this run when it was first asked; None when it knows nothing or does not answer in time."""
+        """What MLflow knew of this run when it was first asked; None when it knows nothing or does not answer in time.
+
+        Its time begins when it is asked: on a busy machine its import alone takes longer. That is waited for, too, but
+        not for ever.
+        """
+        latest = time.monotonic() + SLOW * deadline_seconds
         with self._changed:
-            self._changed.wait_for(lambda: self._known, deadline_seconds)
+            while not self._known:
+                until = latest if self._asked is None else min(latest, self._asked + deadline_seconds)
+                if (left := until - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(left)
             return self._hint
 
     def close(self, deadline_seconds: float) -> bool:
@@ -257,6 +269,10 @@ class Tracker:
     def _tell(self) -> None:
         """Everything that is known, to MLflow: metrics, tags, then the status."""
         closing = self._closing
+        self._speaker.open()
+        with self._changed:
+            self._asked = self._asked or time.monotonic()
+            self._changed.notify_all()
         found = self._speaker.attach()
         with self._changed:
             self.run_id = found
