@@ -95,7 +95,7 @@ def test_a_writer_refused_at_each_file_operation_loses_nothing_and_saves_again(r
 @pytest.mark.timeout(900)
 def test_a_rank_killed_at_any_file_operation_ends_with_the_same_bits(untouched, make_run, same, tmp_path):
     syscalls.needed()
-    operations = [(call, nth) for call in ("openat", "write", "rename", "fsync") for at in range(1, 40, 3)]
+    operations = [(call, nth) for call in ("openat", "write", "rename", "fsync") for nth in range(1, 40, 3)]
     for at in some(operations, 3):
         run = make_run(f"killed-{at[0]}-{at[1]}", pause=0.01)
         gang = run.start(1, None, 1)
