@@ -22,6 +22,7 @@ from everstep.core.checkpoint import MANIFEST
 from everstep.core.dataset import DatasetManifest, FileEntry
 from everstep.core.errors import Damaged, StoreUnavailable
 from everstep.core.record import Versioned
+from everstep.core.words import size
 from everstep.store import atomic, digest, faults
 
 PARTIAL = ".partial-"
@@ -122,7 +123,7 @@ class Shelf:
         free = shutil.disk_usage(home).free
         if needed > free:
             raise StoreUnavailable(
-                f"tiers.local: {home.parent} has {size(free)} free and the data needs {size(needed)}; "
+                f"tiers.local: {home.parent} has {size(free) or 'nothing'} free and the data needs {size(needed)}; "
                 "free some space or choose another place."
             )
 
@@ -171,7 +172,7 @@ class Shelf:
                 del sizes[path]
         if sum(sizes.values()) + total > budget:
             raise StoreUnavailable(
-                f"tiers.budget_gb: {size(total)} of data do not fit into {size(budget)} beside the {size(sum(sizes.values()))} "
+                f"tiers.budget_gb: {size(total)} of data do not fit into {size(budget)} beside the {size(sum(sizes.values())) or '0 B'} "
                 "that living runs use; wait for their end or raise the budget."
             )
 
@@ -224,10 +225,6 @@ def is_there(home: Path, entry: FileEntry, before: StagedFolder | None, *, by_re
     if before and before.modified.get(entry.path) == found.st_mtime_ns:
         return True
     return by_reading and digest.of_file(Path(path)) == entry.blake3
-
-
-def size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e3:.0f} kB"
 
 
 def _keep_only(data: str, listed: set[str]) -> None:

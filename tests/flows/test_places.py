@@ -62,7 +62,7 @@ def test_data_that_does_not_fit(make_desk, mount):
     mount(desk.folder / "nvme", *small("6m"))
     ended = desk.run()
     assert ended.code == 1
-    assert re.search(r"tiers.local: \S+ has 6\d{3} kB free and the data needs 0.01 GB; free", last_line(ended))
+    assert re.search(r"tiers.local: \S+ has 6\.\d MB free and the data needs 1\d\.\d MB; free", last_line(ended))
     assert not list((desk.folder / "persistent").glob("*/r*/attempts/*"))
     left = [path for path in (desk.folder / "nvme").rglob("*") if path.is_file() and path.parent.name != "index"]
     assert not left, "digests of the source are remembered, but there is no file of it and no marker"

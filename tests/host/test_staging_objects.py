@@ -419,7 +419,7 @@ def test_stagers_at_once_fetch_once(stage, put):
 def test_too_little_space_is_said_before_the_first_byte(stage, put, s3_proxy, prefix, monkeypatch):
     put(SMALL)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(StoreUnavailable, match=r"has 1 kB free and the data needs 60 kB; free some space"):
+    with pytest.raises(StoreUnavailable, match=r"has 1\.\d kB free and the data needs 60\.0 kB; free some space"):
         stage()
     assert gets(s3_proxy, prefix) == []
 
@@ -465,7 +465,7 @@ def test_the_budget_evicts_the_least_recently_used_and_never_one_in_use(stage, p
     running = stage(a, budget_gb=20e-6)
     stage(b, budget_gb=20e-6)
     with pytest.raises(
-        StoreUnavailable, match=r"15 kB of data do not fit into 20 kB beside the 15 kB that living runs"
+        StoreUnavailable, match=r"15.0 kB of data do not fit into 20.0 kB beside the 15.0 kB that living runs"
     ):
         stage(c, budget_gb=20e-6)
     assert len(content(running.data)) == 1
