@@ -42,6 +42,25 @@ def test_no_space_on_the_persistent_tier(make_desk, mount):
     assert again.final["resumed_from"] == 20, "nothing is trained twice"
 
 
+def test_both_tiers_full(make_desk, mount):
+    """What was committed stays whole, the training goes on to where it must save, and room is all that it takes."""
+    desk = make_desk(config={"width": 40_000}, limits={"drain": 3})
+    mount(desk.folder / "nvme", *small("1m"))
+    mount(desk.folder / "persistent", *small("6m"))
+    ended = desk.run()
+    assert ended.code == 1
+    assert "bytes free" in last_line(ended)
+    assert ended.final is None or ended.final["status"] != "completed"
+    desk.await_gone()
+    held = {path.parent.name for path in desk.folder.glob("persistent/*/r*/checkpoints/step-*/manifest.json")}
+    assert held, "the first one had room"
+    for one in ("nvme", "persistent"):
+        mount(desk.folder / one, "-o", "remount,size=100m")
+    again = desk.run()
+    assert again.code == 0, again.err
+    assert again.final["resumed_from"] == max(int(name[5:13]) for name in held)
+
+
 def test_a_read_only_persistent_tier(make_desk, mount):
     desk = make_desk()
     mount(desk.folder / "persistent", *small("3m"))
