@@ -80,8 +80,10 @@ def manifest_digest(folder: Path) -> str | None:
 def verify_checkpoint(uri: str | Path) -> Verification:
     """Read a checkpoint back: whole, unaltered, finite, and of the right shapes.
 
-    `uri` is a folder or a file:// URI of it; the run's structure and identity count if its records stand two folders
-    above. Or it is an s3:// URI, whose bytes are fetched as the environment says. Nothing of the checkpoint is executed. Raises ValueError for another kind of URI, StoreUnavailable if the tier does not answer.
+    `uri` is a folder or a file:// URI of it, or an s3:// URI, whose bytes are fetched as the environment says; the run's
+    structure and identity count if its records stand two folders above. Nothing of the checkpoint is executed.
+
+    Raises ValueError for another kind of URI, StoreUnavailable if the tier does not answer.
     """
     if is_object(str(uri)):
         return _verify_far(str(uri))
@@ -103,7 +105,8 @@ def _verify_far(uri: str) -> Verification:
     started = time.monotonic()
     try:
         with object_tier.nearby(uri) as folder:
-            return verify(folder, read_structure(folder.parent.parent))
+            run, job = identity(folder)
+            return verify(folder, read_structure(folder.parent.parent), run=run, job=job)
     except (Damaged, NotThere) as error:
         file = error.path if isinstance(error, Damaged) else MANIFEST
         return Verification(ok=False, file=file, why=str(error), seconds=time.monotonic() - started)

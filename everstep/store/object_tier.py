@@ -75,7 +75,8 @@ def runs(uri: str, access: "Access | None" = None, *, seconds: float = 60.0) -> 
 def nearby(uri: str) -> Iterator[Path]:
     """The checkpoint at an `s3://` URI as a folder for the length of the block, reached as the environment says.
 
-    The run's structure stands two folders above it, as in a run directory.
+    The run's record and structure stand two folders above it, and the folders are named as there: what belongs to another
+    run is seen, as in a run directory.
 
     Raises ValueError for a URI that names none, NotThere, Damaged, StoreUnavailable.
     """
@@ -88,12 +89,15 @@ def nearby(uri: str) -> Iterator[Path]:
             f"uri: {uri!r} names no checkpoint; give s3://bucket/.../checkpoints/step-<8 digits>.a<attempt>"
         )
     with TemporaryDirectory(prefix="everstep-") as place:
-        target = Path(place) / "checkpoints" / key.folder
-        target.parent.mkdir()
+        job_and_run = [name for name in run.split("/")[-2:] if name not in ("", ".", "..")]
+        home = Path(place, *job_and_run)
+        target = home / "checkpoints" / key.folder
+        target.parent.mkdir(parents=True)
         tier = open_run(run, s3.access(S3Settings()))
         tier.fetch(key, target)
-        with suppress(NotThere):
-            (Path(place) / "structure.json").write_bytes(tier.read("structure.json"))
+        for name in ("structure.json", "run.json"):
+            with suppress(NotThere):
+                (home / name).write_bytes(tier.read(name))
         yield target
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -463,6 +464,7 @@ class Child:
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
         self.device = torch.device("cpu")
+        sys.modules.pop("tiny", None)  # the drills have another one
         self.programs = [
             locate.build(trained.shape.entry, str(PROGRAMS), {"shard": "none"}, trained.places.local)
             for _ in range(trained.shape.ranks)
@@ -538,6 +540,7 @@ def upload(tier: object_tier.ObjectTier, trained: Trained) -> None:
     for name in (BEFORE, LAST):
         tier.upload(trained.folder(name), lambda: None)
     tier.write("structure.json", trained.places.structure.read_bytes())
+    tier.write("run.json", (trained.places.persistent / "run.json").read_bytes())
 
 
 def link(source: str, target: str) -> None:
