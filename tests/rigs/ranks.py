@@ -209,7 +209,7 @@ class Driver:
     def heartbeat(self, rank=0):
         return json.loads(self.places.heartbeat(rank).read_text())
 
-    def until(self, condition, seconds=20.0):
+    def until(self, condition, seconds=60.0):
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, self.gangs[-1].logs()
