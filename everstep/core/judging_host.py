@@ -19,21 +19,24 @@ _RATED = ("symbol_error", "port_rcv_errors", "roce_slow_restart")
 
 def judge(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
     """All that speaks against the node."""
-    yield from _mounts(samples[-1], policy)
+    yield from _mounts(samples, policy)
     yield from _memory(samples, policy)
     yield from _stuck(samples[-1], policy)
     yield from _clock(samples[-1], policy)
     yield from _network(samples, policy)
 
 
-def _mounts(one: HostSample, policy: HealthPolicy) -> Iterator[Concern]:
-    for mount in one.mounts or ():
+def _mounts(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
+    """A mount that was read-only from the start may be meant so; one that became so has met an error."""
+    was_written = {mount.path for one in samples[:-1] for mount in one.mounts or () if mount.read_only is False}
+    for mount in samples[-1].mounts or ():
         if mount.looked is Looked.hung:
             yield suspect(f"{mount.path} does not answer", Action.check_storage, Severity.high)
         elif mount.looked is Looked.error:
             yield suspect(f"{mount.path}: {mount.why or 'an error'}", Action.check_storage, Severity.high)
         if mount.read_only:
-            yield suspect(f"{mount.path} is mounted read-only", Action.remount_then_restart)
+            if mount.path in was_written:
+                yield suspect(f"{mount.path} has become read-only", Action.remount_then_restart, Severity.high)
             continue
         used = mount.used_percent
         if used is not None and used >= policy.disk_percent:

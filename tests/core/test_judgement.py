@@ -182,7 +182,7 @@ def test_links_that_nobody_connected_are_no_fault():
 
 
 NODES = [
-    ({"mounts": (Mount(path="/data", read_only=True),)}, State.suspect),
+    ({"mounts": (Mount(path="/data", read_only=True),)}, State.healthy),  # it may be meant so
     ({"mounts": (Mount(path="/data", total_bytes=100, free_bytes=4),)}, State.suspect),
     ({"mounts": (Mount(path="/data", looked=Looked.hung),)}, State.suspect),
     ({"memory": Memory(pressure=Pressure(some_10s=90, some_60s=80, full_60s=40))}, State.suspect),
@@ -199,6 +199,12 @@ NODES = [
 @pytest.mark.parametrize(("readings", "state"), NODES, ids=lambda value: str(value)[:60])
 def test_each_signal_of_a_node(readings, state):
     assert judge(evidence(sweep(gpu()), hosts=(host(**readings),))).verdict.state is state
+
+
+def test_a_mount_that_becomes_read_only():
+    before, after = host(time=NOW - 60), host(mounts=(Mount(path="/data", read_only=True),))
+    found = judge(evidence(sweep(gpu()), hosts=(before, after))).verdict
+    assert (found.state, found.action) == (State.suspect, Action.remount_then_restart)
 
 
 def test_a_port_that_was_up_and_counters_that_grow():
