@@ -51,7 +51,7 @@ def look(seconds: float, expected: int | None = None, log: str = "") -> tuple[No
 def table(found: NodeVerdict, sweep: Sweep) -> str:
     """The machine as a table, then what is wrong and what to do."""
     if not sweep.gpus:
-        return f"{found.node}: {' '.join(found.verdict.reasons)}. {_what_to_do(found.verdict)}\n"
+        return f"{found.node}: {'; '.join(found.verdict.reasons)}. {_what_to_do(found.verdict)}\n"
     rows = [COLUMNS, *(_row(one, found.gpus[one.uuid]) for one in sweep.gpus if one.uuid in found.gpus)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -474,7 +474,9 @@ def test_the_budget_evicts_the_least_recently_used_and_never_one_in_use(stage, p
     found = stage(c, budget_gb=20e-6)
     assert not where.exists()
     assert len(content(found.data)) == 1
-    with pytest.raises(ValueError, match=r"tiers\.budget_gb: the data has 15\.0 kB and the budget is 10\.0 kB; raise it"):
+    with pytest.raises(
+        ValueError, match=r"tiers\.budget_gb: the data has 15\.0 kB and the budget is 10\.0 kB; raise it"
+    ):
         stage(a, budget_gb=10e-6)
     assert not list((local / "datasets").glob(".evicted-*"))
 
