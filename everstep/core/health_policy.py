@@ -4,8 +4,9 @@ import csv
 import re
 from functools import cache
 from importlib.resources import files
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from everstep.core.record import Record
 
@@ -18,6 +19,17 @@ class ModelLimits(Record):
     remapped_rows: int | None = None
     links: int | None = Field(default=None, description="NVLinks that are active on a healthy one in its usual board")
     source: str = ""
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{pattern!r} is no regular expression ({error}); give a part of the model's name"
+            ) from None
+        return pattern
 
 
 class HealthPolicy(Record):
@@ -55,6 +67,14 @@ class HealthPolicy(Record):
     lemon_remedies: int = Field(5, description="NVSentinel: so many remedies on a node in seven days")
     lemon_seconds: float = 7 * 86_400.0
     models: tuple[ModelLimits, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_sensible(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value}; give a number above 0")
+        return self
 
     def of(self, model: str) -> ModelLimits:
         """The row of a model: the user's own, then ours, then an empty one."""

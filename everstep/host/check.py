@@ -14,9 +14,11 @@ from pathlib import Path
 
 from everstep.core.gpu import Driver, GpuSample, Sweep, XidEvent
 from everstep.core.health import State, Verdict
+from everstep.core.health_policy import DEFAULT, HealthPolicy
 from everstep.core.judgement import Evidence, NodeVerdict, judge
 from everstep.core.logs import classify_log
 from everstep.host.gpus import GpuSampler
+from everstep.host.health_policy import load_policy
 from everstep.host.host_signals import HostSampler
 
 EXITS = {State.healthy: 0, State.suspect: 1, State.failed: 1, State.unknown: 3}
@@ -24,7 +26,9 @@ PERIOD = 1.0
 COLUMNS = ("GPU", "model", "state", "busy", "memory", "temp", "power", "PCIe", "NVLink", "ECC")
 
 
-def look(seconds: float, expected: int | None = None, log: str = "") -> tuple[NodeVerdict, Sweep]:
+def look(
+    seconds: float, expected: int | None = None, log: str = "", policy: HealthPolicy = DEFAULT
+) -> tuple[NodeVerdict, Sweep]:
     """Watch this machine for so many seconds and judge it; the verdict, and the last sweep. `log` is a kernel log's text."""
     sweeps: list[Sweep] = []
     xids: list[XidEvent] = []
@@ -45,7 +49,7 @@ def look(seconds: float, expected: int | None = None, log: str = "") -> tuple[No
         findings=tuple(classify_log(log)),
         gpus_expected=expected,
     )
-    return judge(evidence), sweeps[-1]
+    return judge(evidence, policy), sweeps[-1]
 
 
 def table(found: NodeVerdict, sweep: Sweep) -> str:
@@ -103,15 +107,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="how long to watch; 5 if not given")
     parser.add_argument("--gpus", type=int, help="how many GPUs there should be")
     parser.add_argument("--log", type=Path, help="a kernel log to read, such as the output of dmesg")
+    parser.add_argument("--policy", type=Path, help="a YAML file with thresholds of your own")
     parser.add_argument("--json", action="store_true", help="the verdict as JSON")
     given = parser.parse_args(list(arguments))
     if not 0 <= given.seconds <= 3600:
         parser.error(f"--seconds: {given.seconds} is not between 0 and 3600")
     try:
         log = given.log.read_text(errors="replace") if given.log else ""
+        policy = load_policy(given.policy) if given.policy else DEFAULT
     except OSError as error:
         parser.error(f"--log: {given.log} cannot be read: {error.strerror}")
-    found, sweep = look(given.seconds, given.gpus, log)
+    except ValueError as error:
+        parser.error(f"--policy: {error}")
+    found, sweep = look(given.seconds, given.gpus, log, policy)
     if given.json:
         sys.stdout.write(json.dumps(found.model_dump(mode="json"), indent=1) + "\n")
     else:

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
 from everstep.core.health import Action, Severity
 from everstep.core.log_rules import LogPolicy
-
-LARGEST = 1 << 20  # bytes; a policy is written by hand
+from everstep.host import policy_file
 
 
 def load_policy(path: Path) -> LogPolicy:
@@ -16,22 +14,7 @@ def load_policy(path: Path) -> LogPolicy:
 
     Raises ValueError with one plain sentence for what a person wrote wrong.
     """
-    try:
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"{path}: the file is larger than 1 MB; give a YAML file with xid, sxid and kinds.")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such policy file; give the path of a YAML file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the policy file cannot be read ({error}); give the path of a YAML file.") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" at line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path}: the policy file is not valid YAML{line}; docs/logs.md shows an example.") from None
-    if content is None:
-        return LogPolicy()
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: the policy file holds no groups; write xid, sxid or kinds at its top.")
+    content = policy_file.read(path, "xid, sxid and kinds", "docs/logs.md")
     try:
         return LogPolicy.model_validate(content)
     except ValidationError as error:
