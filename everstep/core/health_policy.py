@@ -8,6 +8,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from everstep.core.gpu import READINGS
 from everstep.core.record import Record
 
 
@@ -67,9 +68,12 @@ class HealthPolicy(Record):
     lemon_remedies: int = Field(5, description="NVSentinel: so many remedies on a node in seven days")
     lemon_seconds: float = 7 * 86_400.0
     models: tuple[ModelLimits, ...] = ()
+    required: tuple[str, ...] = Field(default=(), description="readings without which a GPU is unknown, not healthy")
 
     @model_validator(mode="after")
     def _is_sensible(self) -> Self:
+        if unknown := sorted(set(self.required) - set(READINGS)):
+            raise ValueError(f"required: {unknown[0]} is no reading; there are {', '.join(READINGS)}")
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, int | float) and not 0 < value < float("inf"):

@@ -43,6 +43,10 @@ def _answer(latest: GpuSample, policy: HealthPolicy) -> Iterator[Concern]:
         yield failed(f"it does not answer: {why}", action, Severity.critical)
     elif state is State.unknown:
         yield unknown(f"it does not answer, for {latest.silent_s:.0f} s so far: {why}")
+    for name, words in latest.troubles.items():  # not the same as a reading that it does not offer
+        yield suspect(f"{name} could not be read: {words}")
+    if state is State.healthy and (missing := [name for name in policy.required if getattr(latest, name) is None]):
+        yield unknown(f"it does not measure {', '.join(missing)}")
 
 
 def _temperature(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:

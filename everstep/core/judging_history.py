@@ -130,7 +130,7 @@ def _of_xid(one: Hit, bursts: Sequence[Hit], remedies: Sequence[Offence], now: f
         lately = [hit for hit in bursts if hit.uuid == one.uuid and now - hit.time <= policy.repeat_seconds]
         if sum(1 for hit in lately if _row(hit.xid).action not in _APPLICATION) >= policy.fatal_bursts:
             return failed(f"{why}; {policy.fatal_bursts} faults in a day", Action.drain_replace, Severity.critical)
-        if row.action is Action.log_then_reset_gpu_when_idle:
+        if row.action in (Action.log_then_reset_gpu_when_idle, Action.diagnose_then_restart):
             return suspect(why, row.action, row.severity)
         return failed(why, row.action, row.severity)
     by = _HARDWARE_IF_REPEATED.get(one.xid)

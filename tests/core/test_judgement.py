@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from everstep.core.concern import ORDER
 from everstep.core.gpu import REASON_BITS, Answer, ClockReason, Driver, GpuSample, NvLink, Sweep, XidEvent
 from everstep.core.health import Action, Finding, Severity, State
+from everstep.core.health_policy import HealthPolicy
 from everstep.core.host import Clock, HostSample, IbPort, Looked, Memory, Mount, Nic, Pressure, StuckTask
 from everstep.core.judgement import Evidence, Offence, judge
 
@@ -109,6 +110,27 @@ def test_what_is_not_measured_speaks_for_nothing_and_is_listed(name):
     node = judge(evidence(sweep(gpu(**{name: None}))))
     assert node.gpus["GPU-0"].state is State.healthy
     assert name in node.not_measured["GPU-0"]
+
+
+def test_what_a_device_lacks_is_neutral_and_what_the_driver_fails_to_read_is_not():
+    """BC-141, BC-149: unsupported is not measured; an error in place of a reading is no pass; a policy may ask for readings."""
+    lacking = dict.fromkeys(("temperature_c", "ecc_uncorrected_volatile", "utilisation_percent", "power_w"))
+    assert one(**lacking).state is State.healthy
+    failing = one(ecc_uncorrected_volatile=None, troubles={"ecc_uncorrected_volatile": "Unknown Error"})
+    assert failing.state is State.suspect
+    assert failing.reasons == ("ecc_uncorrected_volatile could not be read: Unknown Error",)
+    strict = HealthPolicy(required=("temperature_c",))
+    assert judge(evidence(sweep(gpu(**lacking))), strict).gpus["GPU-0"].state is State.unknown
+    assert judge(evidence(sweep(gpu())), strict).gpus["GPU-0"].state is State.healthy
+    with pytest.raises(ValueError, match="colour is no reading"):
+        HealthPolicy(required=("colour",))
+
+
+@pytest.mark.parametrize("number", [13, 31, 43, 45])
+def test_what_programs_cause_condemns_no_gpu(number):
+    """BC-146."""
+    assert after(xid(number)).state is State.healthy
+    assert after(xid(number), xid(number, 400.0)).state is (State.failed if number == 31 else State.healthy)
 
 
 def series(seconds, step=1.0, **of_time):
@@ -264,7 +286,7 @@ def after(*xids, history=(), findings=()):
         (79, State.failed, Action.reboot_node),
         (95, State.failed, None),
         (119, State.failed, None),
-        (9999, State.failed, Action.diagnose_then_restart),
+        (9999, State.suspect, Action.diagnose_then_restart),
     ],
 )
 def test_an_xid_is_judged_by_the_catalogue(number, state, action):
