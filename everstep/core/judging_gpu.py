@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from everstep.core.concern import Concern, failed, note, suspect, unknown
-from everstep.core.gpu import ClockReason, GpuSample, NvLink, answering
+from everstep.core.gpu import ClockReason, GpuSample, answering
 from everstep.core.health import Action, Severity, State
 from everstep.core.health_policy import HealthPolicy
 
@@ -154,12 +154,13 @@ def _links(samples: Samples, peers: Sequence[Samples], policy: HealthPolicy) -> 
             yield failed(f"NVLink {words} is down", Action.drain_then_reset_gpu)
         elif up:
             yield note(f"NVLink {words} is not connected")
+    first = {link.number: link for link in next((one.links for one in samples if one.links), ())}
     for link in latest.links or ():
-        histories = [(one.time, _link(one, link.number)) for one in samples]
-        recoveries = [(time, one.recovery_errors) for time, one in histories if one]
-        errors = [
-            (time, _sum(one.replay_errors, one.crc_errors, one.effective_errors)) for time, one in histories if one
-        ]
+        if first.get(link.number) == link:  # as nearly always: nothing has counted
+            continue
+        history = [(one.time, was) for one in samples for was in one.links or () if was.number == link.number]
+        recoveries = [(time, one.recovery_errors) for time, one in history]
+        errors = [(time, _sum(one.replay_errors, one.crc_errors, one.effective_errors)) for time, one in history]
         if _grown(recoveries):
             yield suspect(f"NVLink {link.number} had to recover", Action.drain_then_reset_gpu)
         if (rate := _per_minute(errors)) > policy.link_errors_per_minute:
@@ -212,10 +213,6 @@ def _typical(samples: Samples, seconds: float) -> float | None:
 
 def _below(value: float | None, limit: float, *, equal: bool = False) -> bool:
     return value is not None and (value <= limit if equal else value < limit)
-
-
-def _link(sample: GpuSample, number: int) -> NvLink | None:
-    return next((link for link in sample.links or () if link.number == number), None)
 
 
 def _sum(*counts: int | None) -> int | None:
