@@ -8,7 +8,7 @@ from everstep.core.health import Action, Severity, State, Verdict
 ORDER = (State.healthy, State.unknown, State.suspect, State.failed)
 """From best to worst."""
 
-_RUNGS = tuple(Action)
+RUNGS = tuple(Action)
 """From the least to the most that is done; `Action` lists them so."""
 
 
@@ -43,13 +43,13 @@ def verdict(concerns: Iterable[Concern]) -> Verdict:
     """The worst state, severity and action of all; reasons from the worst to the least. Nothing is healthy."""
     found = sorted(
         dict.fromkeys(concerns),
-        key=lambda one: (-ORDER.index(one.state), one.severity.rank, -_RUNGS.index(one.action), one.reason),
+        key=lambda one: (-ORDER.index(one.state), one.severity.rank, -RUNGS.index(one.action), one.reason),
     )
     if not found:
         return Verdict(state=State.healthy)
     return Verdict(
         state=found[0].state,
         reasons=tuple(dict.fromkeys(one.reason for one in found)),
-        action=max((one.action for one in found), key=_RUNGS.index),
+        action=max((one.action for one in found), key=RUNGS.index),
         severity=min((one.severity for one in found), key=lambda one: one.rank),
     )

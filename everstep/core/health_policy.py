@@ -1,25 +1,136 @@
-"""Thresholds of the health judgement, each with its source. A user's own values replace single ones."""
+"""When a signal is noted, when it makes a GPU or node suspect, and when failed: thresholds, by model of GPU.
+
+The defaults are data, `core/data/health_policy.csv`, each with its unit and source. A user's own values go before them; a row
+for a model before what holds for all.
+"""
 
 import csv
 import re
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from everstep.core.gpu import READINGS
+from everstep.core.log_rules import Override
 from everstep.core.record import Record
 
 
+class Row(NamedTuple):
+    """A threshold as we ship it. `model` is a pattern in the driver's name of a GPU; empty: all models."""
+
+    name: str
+    model: str
+    value: float
+    unit: str
+    source: str
+
+
+@cache
+def shipped() -> tuple[Row, ...]:
+    """Our own rows."""
+    text = files("everstep.core").joinpath("data/health_policy.csv").read_text(encoding="utf-8")
+    rows = csv.DictReader(text.splitlines())
+    return tuple(Row(row["name"], row["model"], float(row["value"]), row["unit"], row["source"]) for row in rows)
+
+
+@cache
+def _defaults() -> Mapping[str, float]:
+    return {row.name: row.value for row in shipped() if not row.model}
+
+
+def _shipped(name: str) -> Any:
+    return Field(default_factory=lambda: _defaults()[name], ge=0, allow_inf_nan=False)
+
+
+class Limits(Record):
+    """The thresholds that hold for one model of GPU, and for its node. Units and sources: docs/health.md."""
+
+    failed_after_seconds: float = _shipped("failed_after_seconds")
+    silent_periods: float = _shipped("silent_periods")
+    silent_seconds: float = _shipped("silent_seconds")
+    gap_seconds: float = _shipped("gap_seconds")
+    logged_c: float = _shipped("logged_c")
+    throttle_onset_c: float = _shipped("throttle_onset_c")
+    alarm_c: float = _shipped("alarm_c")
+    corrected_errors: float = _shipped("corrected_errors")
+    remapped_rows: float = _shipped("remapped_rows")
+    retired_pages: float = _shipped("retired_pages")
+    retired_pages_failed: float = _shipped("retired_pages_failed")
+    held_back_seconds: float = _shipped("held_back_seconds")
+    replays_per_minute: float = _shipped("replays_per_minute")
+    link_errors_per_minute: float = _shipped("link_errors_per_minute")
+    nvlinks: float = _shipped("nvlinks")
+    idle_seconds: float = _shipped("idle_seconds")
+    busy_percent: float = _shipped("busy_percent")
+    low_seconds: float = _shipped("low_seconds")
+    peer_fraction: float = _shipped("peer_fraction")
+    peer_seconds: float = _shipped("peer_seconds")
+    memory_kept: float = _shipped("memory_kept")
+    memory_seconds: float = _shipped("memory_seconds")
+    disk_percent: float = _shipped("disk_percent")
+    files_percent: float = _shipped("files_percent")
+    memory_pressure_percent: float = _shipped("memory_pressure_percent")
+    memory_available_percent: float = _shipped("memory_available_percent")
+    stuck_seconds: float = _shipped("stuck_seconds")
+    clock_warn_s: float = _shipped("clock_warn_s")
+    clock_fail_s: float = _shipped("clock_fail_s")
+    port_down_seconds: float = _shipped("port_down_seconds")
+    carrier_changes: float = _shipped("carrier_changes")
+    port_errors_per_second: float = _shipped("port_errors_per_second")
+    port_discards_per_second: float = _shipped("port_discards_per_second")
+    port_timeouts_per_second: float = _shipped("port_timeouts_per_second")
+    port_recoveries_per_minute: float = _shipped("port_recoveries_per_minute")
+    burst_seconds: float = _shipped("burst_seconds")
+    echo_seconds: float = _shipped("echo_seconds")
+    fault_seconds: float = _shipped("fault_seconds")
+    passing_seconds: float = _shipped("passing_seconds")
+    repeat_seconds: float = _shipped("repeat_seconds")
+    repeats: float = _shipped("repeats")
+    jobs: float = _shipped("jobs")
+    fatal_bursts: float = _shipped("fatal_bursts")
+    reboots: float = _shipped("reboots")
+    return_seconds: float = _shipped("return_seconds")
+    link_repeats: float = _shipped("link_repeats")
+    lemon_remedies: float = _shipped("lemon_remedies")
+    lemon_seconds: float = _shipped("lemon_seconds")
+    lemon_window_seconds: float = _shipped("lemon_window_seconds")
+    lemon_signals: float = _shipped("lemon_signals")
+    lemon_xids: float = _shipped("lemon_xids")
+    lemon_faults: float = _shipped("lemon_faults")
+    lemon_outages: float = _shipped("lemon_outages")
+
+    @property
+    def longest_seconds(self) -> float:
+        """How far back samples have to reach so that every duration can be proven."""
+        return max(self.held_back_seconds, self.low_seconds, self.idle_seconds, self.port_down_seconds)
+
+
 class ModelLimits(Record):
-    """What holds for one model of GPU. `pattern` is searched in the name that the driver gives; the first row counts."""
+    """What differs for one model. `pattern` is searched in the name that the driver gives; the first row counts."""
 
     pattern: str
-    alarm_c: float | None = None
-    remapped_rows: int | None = None
-    links: int | None = Field(default=None, description="NVLinks that are active on a healthy one in its usual board")
     source: str = ""
+    logged_c: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    throttle_onset_c: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    alarm_c: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    corrected_errors: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    remapped_rows: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    retired_pages: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    retired_pages_failed: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    held_back_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    replays_per_minute: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    link_errors_per_minute: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    nvlinks: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    idle_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    busy_percent: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    low_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    peer_fraction: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    peer_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    memory_kept: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    memory_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
     @field_validator("pattern")
     @classmethod
@@ -32,67 +143,48 @@ class ModelLimits(Record):
             ) from None
         return pattern
 
+    @property
+    def values(self) -> Mapping[str, float]:
+        """What this row says."""
+        said = {name: getattr(self, name) for name in type(self).model_fields if name not in ("pattern", "source")}
+        return {name: value for name, value in said.items() if value is not None}
 
-class HealthPolicy(Record):
-    """When a signal is noted, when it makes a GPU or node suspect, and when failed. Temperatures in degrees Celsius."""
 
-    failed_after_seconds: float = Field(60.0, description="without an answer; see core.gpu")
-    logged_c: float = Field(80.0, description="A100 fleets: P99.9 of the core is 71 to 72, the highest 80 (Acme)")
-    throttle_onset_c: float = Field(83.0, description="where clocks of H100 and A100 begin to be held back")
-    alarm_c: float = Field(85.0, description="or the driver's slowdown limit, whichever comes first")
-    corrected_errors: int = Field(20_000_000, description="Azure NHC, azure_gpu_ecc.nhc, DRAM")
-    remapped_rows: int = Field(512, description="spare rows of an H100; Azure NHC and NCSA Delta")
-    retired_pages: int = Field(10, description="Meta GCM")
-    retired_pages_failed: int = Field(62, description="Azure NHC, with a page pending")
-    slowdown_seconds: float = Field(600.0, description="gpud, hw-slowdown: ten minutes of clocks held back")
-    replays_per_minute: float = Field(60.0, description="no public number; of our own")
-    link_errors_per_minute: float = Field(60.0, description="no public number; of our own")
-    idle_seconds: float = Field(120.0, description="utilisation 0 for so long while a training should compute")
-    busy_percent: float = Field(80.0, description="below it for `low_seconds` in training is low")
-    low_seconds: float = 600.0
-    peer_fraction: float = Field(0.5, description="of its peers' utilisation; one at 30 % beside 95 % is far below")
-    peer_seconds: float = 60.0
-    memory_kept: float = Field(0.5, description="memory in use that falls below this share of what it was")
-    disk_percent: float = Field(95.0, description="Imbue: a disk that is so full fails")
-    memory_pressure_percent: float = Field(20.0, description="of a minute in which all tasks waited (PSI); of our own")
-    stuck_seconds: float = Field(300.0, description="D state; Meta GCM")
-    clock_warn_s: float = Field(0.05, description="EROICA: 10 ms already spoil a comparison of events")
-    clock_fail_s: float = 0.5
-    port_errors_per_second: float = Field(10.0, description="NVSentinel, link-counter-detection: symbol errors")
-    burst_seconds: float = Field(180.0, description="NVSentinel: quiet that ends a burst")
-    echo_seconds: float = Field(5.0, description="NCSA Delta (arXiv 2503.11901): identical errors are one")
-    repeat_seconds: float = Field(86_400.0, description="NVSentinel: Xid 13 on one TPC, 31 on one GPU, twice: hardware")
-    repeats: int = 2
-    fatal_bursts: int = Field(5, description="NVSentinel: so many bursts of a fatal Xid on one GPU in a day")
-    reboots: int = Field(2, description="gpud: an Xid that is back after so many reboots is a replacement")
-    lemon_remedies: int = Field(5, description="NVSentinel: so many remedies on a node in seven days")
-    lemon_seconds: float = 7 * 86_400.0
+class HealthPolicy(Limits):
+    """The thresholds for all models, rows for single ones, and rules. What is not given is as we ship it.
+
+    `required` are readings without which a GPU is unknown, not healthy; `xids` are rows in place of the catalogue's, as in
+    docs/logs.md.
+    """
+
     models: tuple[ModelLimits, ...] = ()
-    required: tuple[str, ...] = Field(default=(), description="readings without which a GPU is unknown, not healthy")
+    required: tuple[str, ...] = ()
+    xids: dict[int, Override] = {}
 
     @model_validator(mode="after")
-    def _is_sensible(self) -> Self:
+    def _asks_for_known_readings(self) -> Self:
         if unknown := sorted(set(self.required) - set(READINGS)):
             raise ValueError(f"required: {unknown[0]} is no reading; there are {', '.join(READINGS)}")
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, int | float) and not 0 < value < float("inf"):
-                raise ValueError(f"{name} is {value}; give a number above 0")
         return self
 
-    def of(self, model: str) -> ModelLimits:
-        """The row of a model: the user's own, then ours, then an empty one."""
-        for row in (*self.models, *_ours()):
-            if re.search(row.pattern, model, re.IGNORECASE):
-                return row
-        return ModelLimits(pattern="")
+    def of(self, model: str = "") -> Limits:
+        """The thresholds for a model, by the name that the driver gives it; without a name those for all.
+
+        In this order: a user's row for the model, a user's value for all, our row for the model, ours for all.
+        """
+        own = {name: getattr(self, name) for name in self.model_fields_set & Limits.model_fields.keys()}
+        return _of(model, tuple(sorted(own.items())), self.models)
 
 
 DEFAULT = HealthPolicy()
 
 
-@cache
-def _ours() -> tuple[ModelLimits, ...]:
-    text = files("everstep.core").joinpath("data/health_models.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(text.splitlines())
-    return tuple(ModelLimits.model_validate({key: value for key, value in row.items() if value}) for row in rows)
+@lru_cache(maxsize=256)
+def _of(model: str, own: tuple[tuple[str, float], ...], rows: tuple[ModelLimits, ...]) -> Limits:
+    ours = {row.name: row.value for row in reversed(shipped()) if row.model and _fits(row.model, model)}
+    special = next((row.values for row in rows if _fits(row.pattern, model)), {})
+    return Limits.model_validate({**ours, **dict(own), **special})
+
+
+def _fits(pattern: str, model: str) -> bool:
+    return bool(model) and re.search(pattern, model, re.IGNORECASE) is not None

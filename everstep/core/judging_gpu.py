@@ -1,16 +1,15 @@
-"""What the samples of one GPU say, among its peers. Rules of one moment first, then those of duration.
+"""What the samples of one GPU say by themselves: rules of a moment, and of counters that grow. Pure.
 
 A reading that was not measured is no evidence: no rule sees it. Each rule only ever gets worse with its signal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from statistics import median
 
 from everstep.core.concern import Concern, failed, note, suspect, unknown
-from everstep.core.gpu import ClockReason, GpuSample, answering
+from everstep.core.gpu import REASON_BITS, Answer, ClockReason, GpuSample, NvLink, answering
 from everstep.core.health import Action, Severity, State
-from everstep.core.health_policy import HealthPolicy
+from everstep.core.health_policy import HealthPolicy, Limits
+from everstep.core.judging_series import growth, holds_for, rate
 
 Samples = Sequence[GpuSample]
 """Of one GPU, oldest first; at least one."""
@@ -21,214 +20,207 @@ _HELD_BACK = {
     ClockReason.power_brake: Severity.high,
     ClockReason.sw_thermal: Severity.medium,
 }
+"""The others are no fault: idle, clocks that someone has set, the power cap of a GPU at full load."""
+
+_ANY_HELD_BACK = sum(REASON_BITS[reason] for reason in _HELD_BACK)
 
 
-def judge(samples: Samples, peers: Sequence[Samples], since: float | None, policy: HealthPolicy) -> Iterator[Concern]:
-    """All that speaks against the GPU. `peers` are the other GPUs of the node; a training computes since `since`."""
-    latest = samples[-1]
-    yield from _answer(latest, policy)
-    for rule in (_temperature, _memory_errors, _spares, _advice, _configuration, _bus, _clocks, _counters):
-        yield from rule(samples, policy)
-    yield from _links(samples, peers, policy)
-    at_work = _at_work(samples, since)
-    if at_work and not latest.mig_enabled:  # the driver counts no utilisation of a GPU in parts
-        yield from _work(at_work, [found for peer in peers if (found := _at_work(peer, since))], policy)
+def judge(samples: Samples, policy: HealthPolicy, *, has_peers: bool) -> Iterator[Concern]:
+    """All that speaks against the GPU, whatever it is used for."""
+    latest, limits = samples[-1], policy.of(samples[-1].model)
+    known = latest
+    if latest.answer is not Answer.ok:
+        known = next((one for one in reversed(samples) if one.answer is Answer.ok), latest)
+        yield from _answer(latest, known, limits)
+    for one in (latest, known) if known is not latest else (latest,):  # the last evidence of one that is silent stays
+        for rule in (_temperature, _memory_errors, _spare_rows, _configuration):
+            yield from rule(one, limits)
+    yield from _unread(latest, policy)
+    yield from _bus(samples, limits)
+    yield from _clocks(samples, limits)
+    yield from _links(samples, limits, has_peers=has_peers)
 
 
-def _answer(latest: GpuSample, policy: HealthPolicy) -> Iterator[Concern]:
-    state = answering(latest, policy.failed_after_seconds)
+def _answer(latest: GpuSample, known: GpuSample, limits: Limits) -> Iterator[Concern]:
+    silent = max(latest.silent_s, latest.time - known.time)
+    state = answering(latest.model_copy(update={"silent_s": silent}), limits.failed_after_seconds)
     why = latest.why or latest.answer.value
     if state is State.failed:
-        action = Action.drain_then_reset_gpu if latest.answer.value == "reset_required" else Action.reboot_node
-        yield failed(f"it does not answer: {why}", action, Severity.critical)
+        action = Action.drain_then_reset_gpu if latest.answer is Answer.reset_required else Action.reboot_node
+        yield failed(f"{_ANSWERS[latest.answer]}: {why}", action, Severity.critical)
     elif state is State.unknown:
-        yield unknown(f"it does not answer, for {latest.silent_s:.0f} s so far: {why}")
-    for name, words in latest.troubles.items():  # not the same as a reading that it does not offer
-        yield suspect(f"{name} could not be read: {words}")
-    if state is State.healthy and (missing := [name for name in policy.required if getattr(latest, name) is None]):
-        yield unknown(f"it does not measure {', '.join(missing)}")
+        yield unknown(f"{_ANSWERS[latest.answer]}, for {silent:.0f} s so far: {why}")
 
 
-def _temperature(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
-    latest = samples[-1]
-    here = latest.temperature_c
+_ANSWERS = {
+    Answer.unresponsive: "it does not answer",
+    Answer.lost: "it fell off the bus",
+    Answer.missing: "it is missing",
+    Answer.reset_required: "it has to be reset",
+    Answer.error: "it cannot be read",
+}
+
+
+def _temperature(one: GpuSample, limits: Limits) -> Iterator[Concern]:
+    here, slowdown = one.temperature_c, one.slowdown_at_c
     if here is not None:
-        alarm = min(policy.of(latest.model).alarm_c or policy.alarm_c, latest.slowdown_at_c or policy.alarm_c)
-        if latest.shutdown_limit_c is not None and here >= latest.shutdown_limit_c:
-            yield failed(
-                f"{here:.0f} C: the driver shuts it down from {latest.shutdown_limit_c:.0f}", Action.drain_replace
-            )
+        alarm = limits.alarm_c if slowdown is None else min(limits.alarm_c, slowdown)
+        if one.shutdown_limit_c is not None and here >= one.shutdown_limit_c:
+            why = f"{here:.0f} C: the driver shuts it down from {one.shutdown_limit_c:.0f} C"
+            yield failed(why, Action.drain_replace, Severity.critical)
         elif here >= alarm:
-            yield suspect(f"{here:.0f} C: the alarm is at {alarm:.0f}", severity=Severity.high)
-        elif here >= policy.throttle_onset_c:
-            yield note(f"{here:.0f} C: clocks are held back from about {policy.throttle_onset_c:.0f}")
-        elif here > policy.logged_c:
+            yield suspect(f"{here:.0f} C: the alarm is at {alarm:.0f} C", severity=Severity.high)
+        elif here >= limits.throttle_onset_c:
+            yield note(f"{here:.0f} C: clocks are held back from about {limits.throttle_onset_c:.0f} C")
+        elif here > limits.logged_c:
             yield note(f"{here:.0f} C")
-    memory, limit = latest.memory_temperature_c, latest.memory_limit_c
-    if memory is not None and limit is not None and memory >= limit:
-        yield suspect(f"memory {memory:.0f} C: its limit is {limit:.0f}", severity=Severity.high)
+    if one.headroom_c is not None and one.slowdown_headroom_c is not None and one.headroom_c <= one.slowdown_headroom_c:
+        yield suspect(f"{one.headroom_c:.0f} C of headroom: its hardware slows down", severity=Severity.high)
+    memory, most = one.memory_temperature_c, one.memory_limit_c
+    if memory is not None and most is not None and memory >= most:
+        yield suspect(f"memory {memory:.0f} C: its limit is {most:.0f} C", severity=Severity.high)
 
 
-def _memory_errors(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
-    one = samples[-1]
+def _memory_errors(one: GpuSample, limits: Limits) -> Iterator[Concern]:
     if one.ecc_uncorrected_volatile:
-        yield failed(f"{one.ecc_uncorrected_volatile:,} uncorrectable memory errors", Action.drain_then_reset_gpu)
+        why = f"{one.ecc_uncorrected_volatile:,} uncorrectable memory errors"
+        yield failed(why, Action.drain_then_reset_gpu, Severity.critical)
+    elif one.ecc_uncorrected_aggregate and one.ecc_uncorrected_volatile is None:
+        yield note(f"{one.ecc_uncorrected_aggregate:,} uncorrectable memory errors in its life")
     if one.sram_threshold_exceeded:
-        yield failed("the driver's threshold of SRAM errors is passed", Action.drain_replace)
-    if one.ecc_corrected_volatile is not None and one.ecc_corrected_volatile > policy.corrected_errors:
+        yield failed("the driver's threshold of SRAM errors is passed", Action.drain_replace, Severity.critical)
+    if one.ecc_corrected_volatile is not None and one.ecc_corrected_volatile > limits.corrected_errors:
         yield suspect(f"{one.ecc_corrected_volatile:,} corrected memory errors", Action.log_then_reset_gpu_when_idle)
+    if one.recovery_action:
+        yield _advised(one.recovery_action)
 
 
-def _spares(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
-    """Rows and pages of memory that stand in for broken ones, and whether there are any left."""
-    one = samples[-1]
+def _spare_rows(one: GpuSample, limits: Limits) -> Iterator[Concern]:
+    """Rows that are remapped, from Ampere on; pages that are retired, before it."""
     if one.remap_failed:
-        yield failed("a memory row could not be remapped", Action.drain_replace)
+        yield failed("a memory row could not be remapped", Action.drain_replace, Severity.critical)
     if one.remap_pending:
         yield suspect("a memory row waits to be remapped", Action.log_then_reset_gpu_when_idle)
-    rows, most = one.remapped_uncorrected, policy.of(one.model).remapped_rows or policy.remapped_rows
-    if rows is not None and rows > most:
-        yield failed(f"{rows:,} memory rows are remapped; there are {most:,} spare ones", Action.drain_replace)
+    rows = one.remapped_uncorrected
+    if rows is not None and rows > limits.remapped_rows:
+        why = f"{rows:,} memory rows are remapped; there are {limits.remapped_rows:,.0f} spare ones"
+        yield failed(why, Action.drain_replace, Severity.critical)
     pages = (one.retired_single_bit or 0) + (one.retired_double_bit or 0)
-    if pages >= policy.retired_pages_failed and one.retired_pending:
+    if pages >= limits.retired_pages_failed and one.retired_pending:
         yield failed(f"{pages} memory pages are retired, and another one waits", Action.drain_replace)
-    elif pages > policy.retired_pages:
+    elif pages > limits.retired_pages:
         yield suspect(f"{pages} memory pages are retired", Action.drain_then_reset_gpu)
     elif one.retired_pending:
         yield suspect("a memory page waits to be retired", Action.log_then_reset_gpu_when_idle)
 
 
-def _advice(samples: Samples, _: HealthPolicy) -> Iterator[Concern]:
+def _advised(number: int) -> Concern:
     """What the driver advises, by the number that Xid 154 prints (open-gpu-kernel-modules, gpu.c)."""
-    number = samples[-1].recovery_action
-    why = f"the driver advises recovery action {number}"
+    if number == 1:
+        return failed("the driver says that it has to be reset", Action.reset_gpu, Severity.critical)
     if number == 2:
-        yield failed(f"{why}: reboot the node", Action.reboot_node)
-    elif number:
-        yield failed(f"{why}: reset", Action.reset_gpu if number == 1 else Action.drain_then_reset_gpu)
+        return failed("the driver says that the node has to be rebooted", Action.reboot_node, Severity.critical)
+    return failed(f"the driver says that it has to be drained (action {number})", Action.drain_then_reset_gpu)
 
 
-def _configuration(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
-    one = samples[-1]
+def _configuration(one: GpuSample, limits: Limits) -> Iterator[Concern]:
     if one.ecc_enabled is False:
-        yield suspect("error correction of its memory is off", Action.fix_config)
-    elif one.ecc_pending is not None and one.ecc_enabled is not None and one.ecc_pending != one.ecc_enabled:
-        yield suspect("its error correction changes at the next reset", Action.fix_config, Severity.low)
+        yield suspect("the error correction of its memory is off", Action.fix_config)
+    elif one.ecc_enabled and one.ecc_pending is False:
+        yield suspect("the error correction of its memory goes off at the next reset", Action.fix_config, Severity.low)
     if one.mig_enabled is not None and one.mig_pending is not None and one.mig_enabled != one.mig_pending:
         yield suspect("its MIG mode changes at the next reset", Action.fix_config, Severity.low)
 
 
-def _bus(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
-    one = samples[-1]
-    if one.pcie_width and one.pcie_width_max and one.pcie_width < one.pcie_width_max:
-        why = f"PCIe has {one.pcie_width} of {one.pcie_width_max} lanes"
-        yield suspect(why, Action.drain_replace, Severity.high)
-    busy = one.utilisation_percent is not None and one.utilisation_percent >= policy.busy_percent
-    if busy and one.pcie_generation and one.pcie_generation_max and one.pcie_generation < one.pcie_generation_max:
-        why = f"PCIe runs at generation {one.pcie_generation} of {one.pcie_generation_max} under load"
-        yield suspect(why, Action.drain_replace, Severity.high)
+def _unread(latest: GpuSample, policy: HealthPolicy) -> Iterator[Concern]:
+    """What should have been read. A query that fails is no pass; what a device does not offer is no matter."""
+    for query, why in sorted(latest.troubles.items()):
+        yield suspect(f"{query} cannot be read: {why}")
+    if latest.answer is Answer.ok:
+        for name in policy.required:
+            if getattr(latest, name) is None:
+                yield unknown(f"{name} is required here, and not measured")
 
 
-def _clocks(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
-    for reason, severity in _HELD_BACK.items():
-        if _held(samples, lambda one, reason=reason: one.reasons and reason in one.reasons, policy.slowdown_seconds):  # type: ignore[misc]
-            why = f"clocks are held back for {policy.slowdown_seconds / 60:.0f} minutes: {reason.value}"
-            yield suspect(why, severity=severity)
-
-
-def _counters(samples: Samples, policy: HealthPolicy) -> Iterator[Concern]:
-    rate = _per_minute([(one.time, one.pcie_replays) for one in samples])
-    if rate > policy.replays_per_minute:
-        yield suspect(f"PCIe repeats {rate:,.0f} packets a minute")
-
-
-def _links(samples: Samples, peers: Sequence[Samples], policy: HealthPolicy) -> Iterator[Concern]:
+def _bus(samples: Samples, limits: Limits) -> Iterator[Concern]:
     latest = samples[-1]
-    down, up = set(latest.links_down), sum(1 for link in latest.links or () if link.active)
-    if down:
-        was_up = {link.number for one in samples[:-1] for link in one.links or () if link.active}
-        alike = [peer[-1] for peer in peers if peer[-1].model == latest.model and peer[-1].links]
-        usual = [sum(1 for link in peer.links or () if link.active) for peer in alike]
-        words = ", ".join(map(str, sorted(down)))
-        if down & was_up or (usual and up < median(usual)) or (up < (policy.of(latest.model).links or 0) and up):
-            yield failed(f"NVLink {words} is down", Action.drain_then_reset_gpu)
-        elif up:
-            yield note(f"NVLink {words} is not connected")
-    first = {link.number: link for link in next((one.links for one in samples if one.links), ())}
-    for link in latest.links or ():
-        if first.get(link.number) == link:  # as nearly always: nothing has counted
-            continue
-        history = [(one.time, was) for one in samples for was in one.links or () if was.number == link.number]
-        recoveries = [(time, one.recovery_errors) for time, one in history]
-        errors = [(time, _sum(one.replay_errors, one.crc_errors, one.effective_errors)) for time, one in history]
-        if _grown(recoveries):
-            yield suspect(f"NVLink {link.number} had to recover", Action.drain_then_reset_gpu)
-        if (rate := _per_minute(errors)) > policy.link_errors_per_minute:
-            yield suspect(f"NVLink {link.number} has {rate:,.0f} errors a minute", Action.drain_then_reset_gpu)
+    if latest.pcie_width is not None and latest.pcie_width_max and latest.pcie_width < latest.pcie_width_max:
+        yield suspect(f"PCIe has {latest.pcie_width} of {latest.pcie_width_max} lanes", severity=Severity.high)
+    slow = [_is_slow(one, limits) for one in samples[-2:] if one.answer is Answer.ok]
+    if slow and all(slow):  # a link that goes to sleep at the end of a burst is seen busy and slow once
+        why = f"PCIe runs at generation {latest.pcie_generation} of {latest.pcie_generation_max} under load"
+        yield suspect(why, severity=Severity.high)
+    replays = rate([(one.time, one.pcie_replays) for one in (samples[0], *samples[-2:])])
+    if replays > limits.replays_per_minute:
+        yield suspect(f"PCIe repeats {replays:,.0f} packets a minute")
 
 
-def _at_work(samples: Samples, since: float | None) -> Samples:
-    return [] if since is None else [one for one in samples if one.time >= since]
+def _is_slow(one: GpuSample, limits: Limits) -> bool:
+    busy = one.utilisation_percent is not None and one.utilisation_percent >= limits.busy_percent
+    here, most = one.pcie_generation, one.pcie_generation_max
+    return busy and here is not None and most is not None and here < most
 
 
-def _work(samples: Samples, peers: Sequence[Samples], policy: HealthPolicy) -> Iterator[Concern]:
-    """What a GPU does while a training should compute: judged by duration, never by one sample."""
-    if _held(samples, lambda one: _below(one.utilisation_percent, 0.0, equal=True), policy.idle_seconds):
-        yield suspect(f"it has computed nothing for {policy.idle_seconds:.0f} s of training", severity=Severity.high)
-    elif _held(samples, lambda one: _below(one.utilisation_percent, policy.busy_percent), policy.low_seconds):
-        yield suspect(
-            f"it has been busy for less than {policy.busy_percent:.0f} % over {policy.low_seconds / 60:.0f} minutes",
-            severity=Severity.low,
-        )
-    own = _typical(samples, policy.peer_seconds)
-    others = [found for peer in peers if (found := _typical(peer, policy.peer_seconds)) is not None]
-    if own is not None and others:
-        usual = median(others)
-        if usual >= policy.busy_percent and own < policy.peer_fraction * usual:
-            yield suspect(f"it is busy for {own:.0f} % and its peers for {usual:.0f} %", severity=Severity.high)
-    used = [one.memory_used_bytes for one in samples if one.memory_used_bytes is not None]
-    if len(used) > 1 and used[-1] < policy.memory_kept * median(used[:-1]):
-        yield suspect(f"memory in use fell from {median(used[:-1]) / 1e9:.1f} to {used[-1] / 1e9:.1f} GB in training")
+def _clocks(samples: Samples, limits: Limits) -> Iterator[Concern]:
+    now = samples[-1].clock_reasons
+    if now is None or not now & _ANY_HELD_BACK:
+        return
+    for reason, severity in _HELD_BACK.items():
+        bit = REASON_BITS[reason]
+        seconds = holds_for(_with_bit(samples, bit), limits.gap_seconds)
+        words = reason.value.replace("_", " ")
+        if seconds >= limits.held_back_seconds:
+            why = f"its clocks are held back for {seconds / 60:.0f} minutes: {words}"
+            yield suspect(why, severity=severity)
+        elif seconds >= 0:
+            yield note(f"its clocks are held back: {words}")
 
 
-def _held(samples: Samples, true: Callable[[GpuSample], object], seconds: float) -> bool:
-    """Whether it has been true in every sample for so long, up to the latest; a gap in the samples is no evidence."""
-    began = last = None
+def _with_bit(samples: Samples, bit: int) -> Iterator[tuple[float, bool | None]]:
     for one in reversed(samples):
-        if not true(one):
-            break
-        began, last = one.time, one.time if last is None else last
-    return began is not None and last is not None and last - began >= seconds
+        yield one.time, None if one.clock_reasons is None else bool(one.clock_reasons & bit)
 
 
-def _typical(samples: Samples, seconds: float) -> float | None:
-    """The median utilisation over the last seconds, if samples reach back so far."""
-    end = samples[-1].time
-    if end - samples[0].time < seconds:
-        return None
-    values = [one.utilisation_percent for one in samples if end - one.time <= seconds]
-    known = [value for value in values if value is not None]
-    return median(known) if len(known) > len(values) / 2 else None
+def _links(samples: Samples, limits: Limits, *, has_peers: bool) -> Iterator[Concern]:
+    """A link that went down, or that is down where all of them are up on such a board; and errors of links.
+
+    On boards with bridges, or none, links that nobody connected are down for ever: that is no fault, and a GPU that is
+    let alone, without its board's other GPUs, has none that is up.
+    """
+    read = [one for one in samples if one.links is not None]
+    if not read:
+        return
+    first, latest = read[0], read[-1]
+    down = latest.links_down
+    if down:
+        words = f"NVLink {', '.join(map(str, down))} is down" if len(down) < len(latest.links or ()) else _ALL_DOWN
+        was_up = {link.number for one in read[:-1] for link in one.links or () if link.active}
+        up = sum(1 for link in latest.links or () if link.active)
+        if was_up & set(down) or ((up or has_peers) and up < limits.nvlinks):
+            yield failed(words, Action.drain_then_reset_gpu, Severity.critical)
+        else:
+            yield note(words)
+    if first.links != latest.links:
+        before = {link.number: link for link in first.links or ()}
+        for link in latest.links or ():
+            if link.number in before:
+                yield from _link_errors(before[link.number], link, (first.time, latest.time), limits)
 
 
-def _below(value: float | None, limit: float, *, equal: bool = False) -> bool:
-    return value is not None and (value <= limit if equal else value < limit)
+_ALL_DOWN = "none of its NVLinks is up; without a fabric manager that is so on boards with switches"
 
 
-def _sum(*counts: int | None) -> int | None:
-    known = [count for count in counts if count is not None]
+def _link_errors(before: NvLink, after: NvLink, times: tuple[float, float], limits: Limits) -> Iterator[Concern]:
+    def counted(count: Callable[[NvLink], int | None]) -> list[tuple[float, int | None]]:
+        return [(times[0], count(before)), (times[1], count(after))]
+
+    if growth(counted(lambda link: link.recovery_errors))[0]:
+        yield suspect(f"NVLink {after.number} had to recover", Action.drain_then_reset_gpu)
+    errors = rate(counted(_errors))
+    if errors > limits.link_errors_per_minute:
+        yield suspect(f"NVLink {after.number} has {errors:,.0f} errors a minute", Action.drain_then_reset_gpu)
+
+
+def _errors(link: NvLink) -> int | None:
+    known = [count for count in (link.replay_errors, link.crc_errors, link.effective_errors) if count is not None]
     return sum(known) if known else None
-
-
-def _grown(counts: Sequence[tuple[float, int | None]]) -> int:
-    """By how much a counter has grown; one that was set back counts from there."""
-    known = [count for _, count in counts if count is not None]
-    return sum(max(0, after - before) for before, after in pairwise(known))
-
-
-def _per_minute(counts: Sequence[tuple[float, int | None]]) -> float:
-    """How fast a counter grows, over a minute at least: a short look cannot make a rate out of one packet."""
-    known = [(time, count) for time, count in counts if count is not None]
-    if len(known) < 2:
-        return 0.0
-    return 60 * _grown(known) / max(60.0, known[-1][0] - known[0][0])

@@ -6,11 +6,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from everstep.core.health_policy import HealthPolicy, ModelLimits
+from everstep.core.log_rules import Override
+from everstep.core.record import Record
 from everstep.host import policy_file
+
+_GROUPS: dict[str, type[Record]] = {"models": ModelLimits, "xids": Override}
 
 
 def load_policy(path: Path) -> HealthPolicy:
-    """The policy in a YAML file: thresholds by their names, and `models`. What it leaves out stays as it is.
+    """The policy in a YAML file: thresholds by their names, `models`, `required`, `xids`. What it leaves out stays.
 
     Raises ValueError with one plain sentence for what a person wrote wrong.
     """
@@ -27,7 +31,8 @@ def _sentence(error: ValidationError, path: Path) -> str:
     location, shown = ".".join(str(part) for part in first["loc"]), repr(first["input"])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     if first["type"] == "extra_forbidden":
-        fields = ModelLimits.model_fields if first["loc"][0] == "models" else HealthPolicy.model_fields
+        group = _GROUPS.get(str(first["loc"][0]), HealthPolicy) if len(first["loc"]) > 1 else HealthPolicy
+        fields = group.model_fields
         near = get_close_matches(str(first["loc"][-1]), list(fields), 1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(fields)}."
         return f"{path}: {location} is not known here; {hint}"
