@@ -379,7 +379,8 @@ def test_two_at_once_do_no_harm_where_locks_do_not_reach(shop, tmp_path, monkeyp
     """As on two machines with a mount that knows no locks."""
     flip(shop.file("persistent", shop.keys[0]))
     slow = process(shop, tmp_path, {"point": "scrub.copied", "do": "stop"})
-    until(lambda: list(shop.places.checkpoints("persistent").glob(".repair-*/manifest.json")))
+    until(lambda: "T" in Path(f"/proc/{slow.pid}/stat").read_text().split(")")[1].split()[0])
+    assert list(shop.places.checkpoints("persistent").glob(".repair-*/manifest.json"))
     (shop.places.persistent / "scrub.lock").unlink()
     found = shop.scrub()
     assert found.counts["repaired"] == 1
