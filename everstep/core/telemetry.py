@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from everstep.core.gpu import READINGS, GpuSample, Sweep
-from everstep.core.health import State
 from everstep.core.host import HostSample
 
 _GROUPED = ("links", "processes", "instances")
@@ -113,8 +112,3 @@ def host_row(one: HostSample) -> dict[str, Any]:
         "ports_down": None if one.ports is None else sum(1 for port in one.ports if port.state not in ("", "ACTIVE")),
         "unanswered": ", ".join(one.unanswered),
     }
-
-
-def state_number(state: State) -> int:
-    """A state as a number, worse is more: 0 healthy, 1 unknown, 2 suspect, 3 failed."""
-    return (State.healthy, State.unknown, State.suspect, State.failed).index(state)
