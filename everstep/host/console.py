@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
 
     from everstep.core.job import TrainJob
+    from everstep.core.monitor import MonitorJob
     from everstep.core.scrub import ScrubJob
 
 COMPLETED, FAILED, USER, STOPPED = 0, 1, 2, 75
@@ -35,7 +36,7 @@ EXIT_SECONDS = 10.0
 class Console:
     """A checked job, on its way to the flow. `asked` are the signals that came while Python imported the rest."""
 
-    job: "TrainJob | ScrubJob"
+    job: "TrainJob | ScrubJob | MonitorJob"
     take_over: bool
     asked: Sequence[int] = ()
 
@@ -91,7 +92,18 @@ def open_scrub(arguments: Sequence[str]) -> Console:
     return _open(read)
 
 
-def _open(read: "Callable[[], tuple[TrainJob | ScrubJob, bool]]") -> Console:
+def open_monitor(arguments: Sequence[str]) -> Console:
+    """As `open_console`, for `flows.monitor`: what is to be watched is a file, options, or both."""
+
+    def read() -> "tuple[MonitorJob, bool]":
+        from everstep.host import monitoring
+
+        return monitoring.asked(arguments, "python -m flows.monitor"), False
+
+    return _open(read)
+
+
+def _open(read: "Callable[[], tuple[TrainJob | ScrubJob | MonitorJob, bool]]") -> Console:
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
@@ -158,7 +170,7 @@ def _sentence(error: BaseException, place: str = "") -> str:
     return f"{what}; mend that and run the same command to go on. Nothing committed is lost."
 
 
-def _judge(error: BaseException, job: "TrainJob | ScrubJob") -> tuple[str, int]:
+def _judge(error: BaseException, job: "TrainJob | ScrubJob | MonitorJob") -> tuple[str, int]:
     """What is said of an exception that ended the flow, and the exit code if the run itself gave none."""
     from everstep.core.errors import EverstepError
     from everstep.host import outcome
@@ -173,8 +185,8 @@ def _judge(error: BaseException, job: "TrainJob | ScrubJob") -> tuple[str, int]:
     return f"{text} Nothing committed is lost; run the same command to go on.", FAILED
 
 
-def _has_committed(job: "TrainJob | ScrubJob") -> bool:
-    """Whether the job's newest run has a checkpoint to go on from. A scrub always goes on from where it was."""
+def _has_committed(job: "TrainJob | ScrubJob | MonitorJob") -> bool:
+    """Whether the job's newest run has a checkpoint to go on from. Scrubs and monitors always go on from where they were."""
     from everstep.core.errors import Damaged
     from everstep.core.job import TrainJob
     from everstep.host import runs

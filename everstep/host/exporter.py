@@ -61,7 +61,7 @@ GAUGES = (
     Gauge("recovery_action", "recovery_action", 1, "The number of Xid 154; 0 is none."),
     Gauge("mig_enabled", "mig_enabled", 1, "1 in MIG mode."),
 )
-COUNTERS = (
+COUNTERS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("ecc_errors", {"kind": "corrected", "scope": "volatile"}, "ecc_corrected_volatile"),
     ("ecc_errors", {"kind": "corrected", "scope": "aggregate"}, "ecc_corrected_aggregate"),
     ("ecc_errors", {"kind": "uncorrected", "scope": "volatile"}, "ecc_uncorrected_volatile"),

@@ -37,7 +37,9 @@ class Source(Protocol):
 
     name: str
     trouble: str
-    lost: int
+
+    @property
+    def lost(self) -> int: ...
 
     def read(self, most: int) -> Piece:
         """What is new, whole lines, about `most` bytes at most."""
