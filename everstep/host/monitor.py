@@ -17,11 +17,10 @@ from everstep.core.host import HostSample
 from everstep.core.judgement import Evidence, NodeVerdict, Offence, judge, window
 from everstep.core.ledger import Event
 from everstep.core.monitor import Change, MonitorJob, changes, offences, resumed
-from everstep.host.exporter import Exporter, Snapshot
+from everstep.host.exporter import Snapshot
 from everstep.host.gpus import Sampler
 from everstep.host.monitor_memory import Memory, New
 from everstep.host.monitor_watch import Training
-from everstep.host.monitor_writer import Writer
 
 SLICE_SECONDS = 0.1
 STORM_SECONDS = 0.2
@@ -59,14 +58,36 @@ class Watching(Protocol):
     def findings(self) -> list[Finding]: ...
 
 
+class Writing(Protocol):
+    """What keeps samples and events; `everstep.host.monitor_writer.Writer` does. Nothing of it waits."""
+
+    lost: int
+
+    @property
+    def lost_rows(self) -> int: ...
+
+    @property
+    def troubles(self) -> tuple[str, ...]: ...
+
+    def take(self, sweep: Sweep | None = None, host: HostSample | None = None) -> None: ...
+
+    def tell(self, event: Event) -> None: ...
+
+
+class Showing(Protocol):
+    """What shows the newest state; `everstep.host.exporter.Exporter` does."""
+
+    def show(self, snapshot: Snapshot) -> None: ...
+
+
 class Hands(NamedTuple):
     """Through what a monitor sees and speaks."""
 
     gpus: Sampler
     host: HostSampling
     watch: Watching
-    writer: Writer
-    exporter: Exporter
+    writer: Writing
+    exporter: Showing
 
 
 class Monitor:
