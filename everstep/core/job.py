@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from everstep.core import place
+from everstep.core.health_settings import HealthSettings
 from everstep.core.place import S3Settings
 from everstep.core.record import Record
 
@@ -222,6 +223,7 @@ class TrainJob(Record):
     ledger: LedgerPlace = LedgerPlace()
     retries: Retries = Retries()
     limits: Limits = Limits()
+    health: HealthSettings = HealthSettings()
     grace_seconds: float = Field(
         25.0, gt=0, le=27, description="Time to save after a stop signal (a worker kills at 30)."
     )
@@ -268,6 +270,7 @@ class TrainJob(Record):
         tiers = self.tiers
         file, _, attribute = self.program.rpartition(":")
         program = f"{_under(base, file)}:{attribute}" if file.endswith(".py") else self.program
+        policy = _under(base, self.health.policy) if self.health.policy else None
         return self.model_copy(
             update={
                 "program": program,
@@ -275,6 +278,7 @@ class TrainJob(Record):
                 "tiers": tiers.resolve(base),
                 "tracking": self.tracking.model_copy(update={"uri": _sqlite_under(base, self.tracking.uri)}),
                 "ledger": LedgerPlace(uri=_sqlite_under(base, self.ledger.uri) if self.ledger.uri else None),
+                "health": self.health.model_copy(update={"policy": policy}),
             }
         )
 

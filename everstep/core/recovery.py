@@ -1,8 +1,7 @@
 """What to do after an attempt ended: one table that a person can read.
 
-`decide` takes the end, the verdict of the GPU gates (None while nothing measures it) and the history of the run, and
-gives a decision. The first row that matches decides. Rows of GPU health go between "stop on request" and the
-causes: they look at the verdict, not at the end.
+`decide` takes the end, the verdict of the gates on the GPUs that the run uses (None where nothing measures them) and the
+history of the run, and gives a decision. The first row that matches decides. The rows of GPU health come before all causes.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,6 +119,14 @@ def _node_failed(end: AttemptEnd, verdict: Verdict | None, history: History) -> 
     return Decision(next=Next.give_up, reason=reason, action=verdict.action, severity=verdict.severity)
 
 
+def _sick(end: AttemptEnd, verdict: Verdict | None, history: History) -> Decision | None:
+    """The gate on GPU health had the ranks save and stop; whatever it is by now, a person or the fleet looks first."""
+    if end.cause.kind is not CauseKind.health:
+        return None
+    action = verdict.action if verdict is not None else Action.diagnose_then_restart
+    return Decision(next=Next.give_up, reason=end.cause.message, action=action, severity=Severity.high)
+
+
 def _user(end: AttemptEnd, verdict: Verdict | None, history: History) -> Decision | None:
     if end.cause.kind is not CauseKind.user:
         return None
@@ -205,6 +212,7 @@ _TABLE: tuple[Row, ...] = (
     _stopped,
     _fenced,
     _node_failed,
+    _sick,
     _user,
     _deterministic,
     _probe,

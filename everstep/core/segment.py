@@ -137,6 +137,7 @@ class CauseKind(StrEnum):
     space = "space"
     lost = "lost"
     fenced = "fenced"
+    health = "health"
 
 
 class Cause(Record):

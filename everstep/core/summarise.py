@@ -12,6 +12,7 @@ from everstep.core import cadence, words
 from everstep.core.checkpoint import Key, State
 from everstep.core.chronicle import AttemptStory, Chronicle, Held
 from everstep.core.curve import Curve
+from everstep.core.gate_lines import gate_lines
 from everstep.core.headline import headline
 from everstep.core.health import Severity
 from everstep.core.ledger import Event
@@ -23,7 +24,6 @@ from everstep.core.summary import (
     Cost,
     Curves,
     Facts,
-    GateLine,
     Happened,
     Notice,
     Rhythm,
@@ -80,7 +80,7 @@ def summarise(facts: Facts) -> RunReport:
         checkpoint_marks=_thinned(marks),
         cadence=_rhythm(chronicle.events, facts.job),
         freed=freed(chronicle.events),
-        gates=tuple(_gate(one, facts.links) for one in chronicle.events if one.kind.startswith("gate.")),
+        gates=gate_lines(chronicle.events, facts.links),
         promotion=_promotion(final),
         promotion_events=tuple(_notice(one) for one in chronicle.events if one.kind.startswith("promotion."))[-20:],
         cost=cost,
@@ -311,31 +311,6 @@ def _thinned(marks: Sequence[tuple[Happened, str]]) -> tuple[Happened, ...]:
     plain = [mark for mark, _ in marks if mark.what not in (State.quarantined, "promoted")]
     stride = -(-len(plain) // (MOST_MARKS // 2)) if plain else 1
     return tuple(sorted([*rare, *plain[::stride]], key=lambda mark: mark.time))
-
-
-def _gate(event: Event, links: Mapping[str, str]) -> GateLine:
-    name = event.kind.partition(".")[2]
-    told = next((event.data[key] for key in ("passed", "ok", "success") if key in event.data), None)
-    passed = told if isinstance(told, bool) else None
-    if name == "closed":
-        passed = False
-    elif passed is None:
-        passed = event.severity.rank >= Severity.low.rank
-    return GateLine(
-        gate="training" if name == "closed" else name,
-        time=event.time,
-        step=event.step,
-        passed=passed,
-        text=event.text[:TEXT] or _checked(event),
-        link=links.get(event.kind, ""),
-    )
-
-
-def _checked(event: Event) -> str:
-    """What an open gate looked at, where it counted it."""
-    number = _whole(event.data.get("checked"))
-    suite = str(event.data.get("suite") or "")[:200]
-    return f"{words.count(number, 'expectation')} hold, suite: {suite}" if number and suite else ""
 
 
 def _promotion(final: Mapping[str, Any]) -> dict[str, JsonValue]:

@@ -33,6 +33,7 @@ ROWS = {
     "_stopped": (AttemptEnd(attempt=1, outcome=Outcome.stopped), SICK, History(), Next.stop),
     "_fenced": (failed(CauseKind.fenced), SICK, History(), Next.give_up),
     "_node_failed": (failed(CauseKind.killed), SICK, History(), Next.give_up),
+    "_sick": (failed(CauseKind.health), SUSPECT, History(), Next.give_up),
     "_user": (failed(CauseKind.user), None, History(), Next.give_up),
     "_deterministic": (failed(CauseKind.exception), None, History(times(1, CauseKind.exception)), Next.give_up),
     "_probe": (failed(CauseKind.probe), None, History(), Next.walk_back),

@@ -186,7 +186,7 @@ def test_promotion_and_gates():
     assert [(one.gate, one.passed, one.link) for one in told.gates] == [
         ("data", True, "data-docs/index.html"),
         ("data", False, "data-docs/index.html"),
-        ("training", False, ""),
+        ("verification", False, ""),
     ]
     assert [one.text for one in told.gates[:2]] == ["12 expectations hold, suite: defaults", "a file is empty"]
     assert [one.folder for one in told.checkpoints if one.promoted] == ["step-00000200.a1"]
