@@ -13,7 +13,7 @@ if __name__ == "__main__":  # what is wrong is answered, and the server is start
 from typing import Any
 
 from everstep.core.monitor import MonitorJob
-from tasks.monitor import telling, watch
+from tasks.monitor import tell, watch
 from tasks.server import LocalFlow
 
 
@@ -24,14 +24,13 @@ def monitor_of_node(job: MonitorJob) -> dict[str, Any]:
         job: What is watched, how often, and where it goes.
 
     """
-    with telling() as tell:
-        return watch(job, tell)
+    return watch(job, tell)
 
 
 monitor = LocalFlow(
     monitor_of_node,
     name="monitor",
-    flow_run_name="monitor-{job.node}",
+    flow_run_name="{job.name}",
     validate_parameters=True,
     persist_result=False,
 )

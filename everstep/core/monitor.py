@@ -5,7 +5,7 @@ wavers around a threshold is told once. A cause that stands is not told again; o
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import Field
 
@@ -26,6 +26,7 @@ HISTORY_SECONDS = 28 * 86_400.0
 
 XID = "everstep.gpu.xid"
 _WORDS = re.compile(r"\b(?:S?Xid|NVLink|GPC|TPC|link|GPU|port|action|under) \d+|(?<![\w/.:-])\d[\d,.]*(?![\w:])")
+_XID = re.compile(r"S?Xid \d+(?=:)")
 _PART = re.compile(r"GPC \d+, TPC \d+|\blink \d+")
 
 
@@ -94,9 +95,9 @@ def changes(told: dict[str, Standing], found: NodeVerdict) -> tuple[dict[str, St
 
 def _change(uuid: str, before: Standing, verdict: Verdict, now: float) -> tuple[Standing, Change | None]:
     reasons = verdict.reasons if uuid else tuple(one for one in verdict.reasons if not one.startswith("GPU "))
-    fresh = tuple(one for one in reasons if cause_of(one) not in before.causes)
+    fresh = tuple(one for one in reasons if _told_as(one) not in before.causes)
     seen = {cause: at for cause, at in before.causes.items() if now - at <= QUIET_SECONDS}
-    seen |= {cause_of(one): now for one in reasons}
+    seen |= {_told_as(one): now for one in reasons}
     standing = Standing(state=verdict.state, action=verdict.action, causes=seen)
     if ORDER.index(verdict.state) < ORDER.index(before.state):
         since = now if before.better_since is None else before.better_since
@@ -115,6 +116,25 @@ def _change(uuid: str, before: Standing, verdict: Verdict, now: float) -> tuple[
 def cause_of(reason: str) -> str:
     """A reason without the figures that differ from one sample to the next. Names keep theirs: Xid 31, GPC 2, nvme1."""
     return _WORDS.sub(lambda found: found[0] if found[0][0].isalpha() else "#", reason)
+
+
+def _told_as(reason: str) -> str:
+    """An Xid is the same whichever words the driver, a log and the catalogue have for it."""
+    xid = _XID.match(reason)
+    return xid[0] if xid else cause_of(reason)
+
+
+def ailments(
+    told: Mapping[str, float], troubles: Mapping[str, str], now: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """What is to be told of a monitor's own troubles, by what is troubled: why, or nothing where it is over.
+
+    `told` has when each was last seen. Trouble is told at once and once, its end when it has stayed away for a while.
+    """
+    over = {name for name, at in told.items() if name not in troubles and not 0 <= now - at < SETTLED_SECONDS}
+    said = {name: why for name, why in troubles.items() if name not in told} | dict.fromkeys(sorted(over), "")
+    seen = dict(told) | dict.fromkeys(troubles, now)
+    return {name: at for name, at in seen.items() if name not in over}, said
 
 
 class Sign(Record):
@@ -200,7 +220,7 @@ def resumed(events: Sequence[Event], node: str, now: float) -> tuple[dict[str, S
         if "key" in data:
             seen[str(data["key"])] = max(event.time, seen.get(str(data["key"]), 0.0))
         if "reasons" in data and isinstance(reasons := data["reasons"], list):
-            causes = {cause_of(str(one)): now for one in reasons}
+            causes = {_told_as(str(one)): now for one in reasons}
             state, action = State(str(data["state"])), Action(str(data["action"]))
             told[str(data.get("uuid") or NODE)] = Standing(state=state, action=action, causes=causes)
     return told, seen

@@ -154,7 +154,7 @@ class Exporter(Collector):
 
 def _own(shown: Snapshot) -> Iterator[Metric]:
     up = GaugeMetricFamily("everstep_monitor_info", "The monitor.", labels=("node",))
-    up.add_metric((os.uname().nodename,), 1)
+    up.add_metric((shown.verdict.node if shown.verdict else os.uname().nodename,), 1)
     yield up
     for name, value in shown.own.items():
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily

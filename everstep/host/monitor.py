@@ -16,7 +16,7 @@ from everstep.core.health_policy import DEFAULT, HealthPolicy
 from everstep.core.host import HostSample
 from everstep.core.judgement import Evidence, NodeVerdict, Offence, judge, window
 from everstep.core.ledger import Event
-from everstep.core.monitor import Change, MonitorJob, changes, offences, resumed
+from everstep.core.monitor import Change, MonitorJob, ailments, changes, offences, resumed
 from everstep.host.exporter import Snapshot
 from everstep.host.gpus import Sampler
 from everstep.host.monitor_memory import Memory, New
@@ -122,20 +122,23 @@ class Monitor:
         self._memory = Memory(self.node, seen, offences(past, self.node))
         self._sweeps: tuple[Sweep, ...] = ()
         self._hosts: list[HostSample] = []
+        self._ailing: dict[str, float] = {}
         self._sample_at = clock()
 
     def step(self, seconds: float = SLICE_SECONDS) -> bool:
         """Wait for an Xid, or a sample's time, for so long at most, and judge what came. Whether anything did."""
         events = self._events(max(0.0, min(seconds, self._sample_at - self._clock())))
-        gpus = self._sweeps[-1].gpus if self._sweeps else ()
         job = self._hands.watch.training.job
         found = self._memory.hear(events, job)
-        found += self._memory.read(self._hands.watch.findings(), gpus, job, self._wall())
+        if self._sweeps:  # before the first one nobody knows which GPU a line is about
+            lines = self._hands.watch.findings()
+            found += self._memory.read(lines, self._sweeps[-1].gpus, job, self._wall())
         for one in found:
             self._say_cause(one)
         due = self._clock() >= self._sample_at
         if due:
             self._sample()
+            self._say_troubles()
         if due or found:
             self._judge()
         elif events:
@@ -191,7 +194,8 @@ class Monitor:
             return Sweep(time=self._wall(), seconds=0.0, driver=Driver.starved, why=why, silent_s=max(0.0, silent))
 
     def _judge(self) -> None:
-        now, training = self._wall(), self._hands.watch.training
+        watch = self._hands.watch
+        now, training = self._wall(), watch.training if watch.silent_s < SILENT_SECONDS else Training()
         self._memory.forget(now)
         self.verdict = judge(
             Evidence(
@@ -242,6 +246,22 @@ class Monitor:
             action=verdict.action.value,
             reasons=list(verdict.reasons[:50]),
         )
+
+    def _say_troubles(self) -> None:
+        """What keeps the monitor itself from its work, and when that is over."""
+        writer, watch = self._hands.writer, self._hands.watch
+        found = {"writing": "; ".join(writer.troubles), "logs": watch.trouble}
+        if watch.silent_s >= SILENT_SECONDS:
+            found["logs"] = f"logs and heartbeats have not been read for {watch.silent_s:.0f} s"
+        troubles = {name: why for name, why in found.items() if why}
+        self._ailing, said = ailments(self._ailing, troubles, self._wall())
+        for name, why in said.items():
+            if why:
+                self.say(
+                    "everstep.monitor.trouble", f"the monitor of node {self.node}: {why}", Severity.medium, what=name
+                )
+            else:
+                self.say("everstep.monitor.mended", f"the monitor of node {self.node}: {name} goes on", what=name)
 
     def _name(self, uuid: str) -> str:
         """As one says it to a person; the number is that of the moment."""

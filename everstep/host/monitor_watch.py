@@ -96,6 +96,7 @@ class Watch:
     def look(self) -> None:
         """One round."""
         self._found.extend(self._follower.poll())
+        self.trouble = next((one.trouble for one in self._follower.sources if one.trouble), "")
         if self._trainings is not None and self._clock() >= self._beats_at:
             self._beats_at = self._clock() + BEATS_SECONDS
             self.training = self._trainings.look()
@@ -118,7 +119,6 @@ class Watch:
         while not self._over.wait(LOOK_SECONDS):
             try:
                 self.look()
-                self.trouble = ""
             except Exception as error:  # noqa: BLE001 - the edge of the thread: it is said, and looked at again
                 self.trouble = f"logs cannot be followed: {type(error).__name__}: {error}"
 

@@ -24,6 +24,7 @@ MOST_EVENTS = 20_000
 TEXTFILE_SECONDS = 5.0
 PLACE_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
+HANGS_SECONDS = 15.0
 
 
 class Writer:
@@ -38,6 +39,7 @@ class Writer:
         textfile: Path | None = None,
         place_file: Path | None = None,
         place: Callable[[], str] = str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lost = 0
         self.trouble = ""
@@ -47,6 +49,8 @@ class Writer:
         self._textfile = textfile
         self._place_file = place_file
         self._place = place
+        self._clock = clock
+        self._writes_since: float | None = None
         self._samples: deque[tuple[Sweep | None, HostSample | None]] = deque()
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._changed = threading.Condition()
@@ -62,7 +66,10 @@ class Writer:
     @property
     def troubles(self) -> tuple[str, ...]:
         """Why something is not written just now."""
-        return tuple(one for one in (self.trouble, self._telemetry.trouble, self._ledger.trouble) if one)
+        since = self._writes_since
+        seconds = 0.0 if since is None else self._clock() - since
+        hangs = f"a write has not ended for {seconds:.0f} s" if seconds >= HANGS_SECONDS else ""
+        return tuple(one for one in (hangs, self.trouble, self._telemetry.trouble, self._ledger.trouble) if one)
 
     def take(self, sweep: Sweep | None = None, host: HostSample | None = None) -> None:
         """Hand over a sample. Never waits."""
@@ -95,10 +102,13 @@ class Writer:
                 closed, events, samples = self._closed, list(self._events), list(self._samples)
                 self._events.clear()
                 self._samples.clear()
+            self._writes_since = self._clock()
             try:
                 self._write(events, samples, last=closed)
             except Exception as error:  # noqa: BLE001 - the edge of the thread: it is said, and the next round is tried
                 self.trouble = f"{type(error).__name__}: {error}"
+            finally:
+                self._writes_since = None
             if closed:
                 self._ledger.close(CLOSE_SECONDS)
                 return

@@ -1,6 +1,7 @@
 """A monitor from its start to its end: what it is made of, how long it runs, and its command line without Prefect."""
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from everstep.core.errors import Damaged
 from everstep.core.health import State
-from everstep.core.health_policy import DEFAULT
+from everstep.core.health_policy import DEFAULT, HealthPolicy
 from everstep.core.ledger import Event
+from everstep.core.log_rules import LogPolicy
 from everstep.core.monitor import HISTORY_SECONDS, MonitorJob, offences
 from everstep.host import health_policy, log_policy, outcome, policy_file
 from everstep.host import ledger as ledgers
@@ -27,6 +30,7 @@ from everstep.host.exporter import Exporter
 from everstep.host.gpus import GpuSampler
 from everstep.host.kernel_log import open_kernel_log, place_of
 from everstep.host.ledger import Ledger
+from everstep.host.listener import Listener
 from everstep.host.log_file import LogFiles, Source
 from everstep.host.log_follower import LogFollower
 from everstep.host.monitor import Hands, Monitor, Tell
@@ -38,14 +42,14 @@ from everstep.store import jsonl
 REMEDY = "everstep.node.remedy"
 """Who carries out a remedy appends an event of this kind, with `data: {node, remedy}` and, for one GPU, `uuid`."""
 
-REMEDIES_SECONDS = 300.0
+REMEDIES_SECONDS = 30.0
 NEWEST_BYTES = 16 << 20
 
 
 def watch(job: MonitorJob, tell: Tell = lambda _: None) -> dict[str, Any]:
     """Watch this machine for as long as the job says; what was seen, as the command line prints it.
 
-    Ends early by whatever exception reaches it, and leaves nothing running. Raises ValueError for what a person can mend.
+    `tell` hears every event, in a thread of its own: it may take its time, and it may fail. Ends early by whatever exception reaches it, and leaves nothing running. Raises ValueError for what a person can mend.
     """
     began = time.monotonic()
     until = began + job.minutes * 60 if job.minutes else float("inf")
@@ -54,7 +58,8 @@ def watch(job: MonitorJob, tell: Tell = lambda _: None) -> dict[str, Any]:
         try:
             while time.monotonic() < until:
                 monitor.step()
-                monitor.remember(past.found())
+                if found := past.found():
+                    monitor.remember(found)
         finally:
             monitor.say("everstep.monitor.stopped", f"the monitor of node {monitor.node} stops")
     verdict = monitor.verdict
@@ -90,9 +95,7 @@ def asked(arguments: Sequence[str], program: str = "python -m everstep.host.moni
         job = MonitorJob.model_validate(fields | given)
     except ValidationError as error:
         raise ValueError(_sentence(error, str(file or "the command line"))) from None
-    _policies(job)
-    if job.textfile and not job.textfile.endswith(".prom"):
-        raise ValueError(f"textfile: {job.textfile!r} does not end in .prom; the node exporter reads no other files.")
+    _checked(job)
     return job
 
 
@@ -131,9 +134,11 @@ def _monitor(job: MonitorJob, tell: Tell) -> Iterator[tuple[Monitor, "_Past"]]:
     node = job.node or os.uname().nodename
     home = Path(job.folder, safe(node))
     home.mkdir(parents=True, exist_ok=True)
-    health, logs = _policies(job)
-    uri = job.ledger or f"sqlite:///{Path(job.folder, 'ledger.db').absolute()}"
+    health, logs, uri = _checked(job)
     with ExitStack() as held:
+        held.enter_context(_alone(home))
+        listener = Listener(tell)
+        held.callback(listener.close)
         exporter = Exporter()
         held.callback(exporter.close)
         if job.metrics_port is not None:
@@ -163,7 +168,7 @@ def _monitor(job: MonitorJob, tell: Tell) -> Iterator[tuple[Monitor, "_Past"]]:
         past.start()
         gpus.start()
         hands = Hands(gpus, host, watching, writer, exporter)
-        monitor = Monitor(job, hands, tell, policy=health, past=_before(home / "events.jsonl"))
+        monitor = Monitor(job, hands, listener.put, policy=health, past=_before(home / "events.jsonl"))
         if kernel is None:
             monitor.say("everstep.monitor.not_measured", f"the kernel's log is not measured: {why}", what="kernel_log")
         yield monitor, past
@@ -223,14 +228,41 @@ def _sentence(error: ValidationError, source: str) -> str:
     return f"{source}: {field}: {first['input']!r:.60} does not do; {first['msg'][0].lower()}{first['msg'][1:]}."
 
 
-def _policies(job: MonitorJob) -> tuple[Any, Any]:
+def _checked(job: MonitorJob) -> tuple[HealthPolicy, LogPolicy | None, str]:
+    """The policies, and the ledger's URL. Raises ValueError for what a person can mend."""
     health = health_policy.load_policy(Path(job.policy)) if job.policy else DEFAULT
-    return health, log_policy.load_policy(Path(job.log_policy)) if job.log_policy else None
+    logs = log_policy.load_policy(Path(job.log_policy)) if job.log_policy else None
+    if job.textfile and not job.textfile.endswith(".prom"):
+        raise ValueError(f"textfile: {job.textfile!r} does not end in .prom; the node exporter reads no other files.")
+    uri = job.ledger or f"sqlite:///{Path(job.folder, 'ledger.db').absolute()}"
+    try:
+        make_url(uri)
+    except ArgumentError:
+        raise ValueError(
+            f"ledger: {job.ledger!r} is no URL of a database; give one such as sqlite:////var/lib/everstep/ledger.db."
+        ) from None
+    return health, logs, uri
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """One monitor writes to a folder of a node. Raises ValueError where there is another one."""
+    with (home / "monitor.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"folder: another monitor writes to {home}; stop that one, or give another folder or node."
+            ) from None
+        yield
 
 
 def _from(folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
     """Relative paths of a file are taken from where the file is."""
     named = {"folder", "local", "persistent", "policy", "log_policy", "textfile"}
+    logs = fields.get("logs")
+    if isinstance(logs, list):
+        fields = fields | {"logs": [str(folder / one) if isinstance(one, str) else one for one in logs]}
     found = {
         name: str(folder / value) if name in named and isinstance(value, str) else value
         for name, value in fields.items()

@@ -9,6 +9,7 @@ from everstep.core.ledger import Event
 from everstep.core.monitor import (
     QUIET_SECONDS,
     SETTLED_SECONDS,
+    ailments,
     cause_of,
     changes,
     of_finding,
@@ -149,3 +150,31 @@ def test_the_past_of_a_node_is_read_from_the_ledger():
     assert seen == {f"{GPU} xid-31": 1.0}
     _, said = changes(standing, node(101, verdict(State.failed, "Xid 79: x", action=Action.reboot_node)))
     assert said == [], "a monitor that is started again does not tell it again"
+
+
+def test_an_xid_is_told_once_whatever_words_there_are_for_it():
+    said = told(
+        (0, verdict(State.failed, "Xid 154: summary of another Xid")),
+        (1, verdict(State.failed, "Xid 154: the driver wants a reset, on GPC 1, TPC 2")),
+        (2, verdict(State.failed, "Xid 79: gone", "Xid 154: the driver wants a reset")),
+    )
+    assert [fresh for _, _, fresh in said] == [("Xid 154: summary of another Xid",), ("Xid 79: gone",)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), max_size=40))
+def test_a_monitors_own_trouble_and_its_end_are_told_in_turn(steps):
+    told, at, said = {}, 0, []
+    for pause, bad in steps:
+        at += pause
+        told, found = ailments(told, {"writing": "full"} if bad else {}, at)
+        said += found.values()
+    assert said == [("full", "")[turn % 2] for turn in range(len(said))]
+    assert bool(told) == (len(said) % 2 == 1)
+
+
+def test_a_trouble_that_comes_and_goes_is_told_once():
+    told, said = {}, []
+    for at in range(100):
+        told, found = ailments(told, {"writing": f"{at} rows"} if at % 3 else {}, at)
+        said += found.values()
+    assert said == ["1 rows"]
