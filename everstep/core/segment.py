@@ -88,7 +88,12 @@ class AttemptSpec(Versioned):
 
 
 class Heartbeat(Versioned):
-    """A rank's sign of life, on node-local disk. `progress` grows with all that counts as progress."""
+    """A rank's sign of life, on node-local disk. `progress` grows with all that counts as progress.
+
+    `work_seconds` is the median of this rank's own work in a step, before it waits for the others; None where that
+    cannot be told apart (one rank, a sharded model) or too few steps were seen. `gpu` is the UUID of the rank's CUDA
+    device as NVML prints it, empty on a CPU.
+    """
 
     attempt: int
     rank: int
@@ -102,6 +107,8 @@ class Heartbeat(Versioned):
     slowest_step_seconds: float | None = None
     samples_per_second: float | None = None
     saved_step: int = 0
+    work_seconds: float | None = None
+    gpu: str = ""
 
 
 class PhaseMark(Record):
