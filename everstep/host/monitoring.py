@@ -42,6 +42,16 @@ from everstep.store import jsonl
 REMEDY = "everstep.node.remedy"
 """Who carries out a remedy appends an event of this kind, with `data: {node, remedy}` and, for one GPU, `uuid`."""
 
+OPTIONS: dict[str, type[str] | type[int] | type[float]] = {
+    "every_seconds": float,
+    "minutes": float,
+    "disk_gb": float,
+    "gpus": int,
+    "metrics_port": int,
+    **dict.fromkeys(("folder", "node", "textfile", "local", "persistent", "policy", "log_policy", "ledger"), str),
+}
+"""What the command line takes; a file may have all fields of a `MonitorJob`."""
+
 REMEDIES_SECONDS = 30.0
 NEWEST_BYTES = 16 << 20
 
@@ -78,14 +88,11 @@ def watch(job: MonitorJob, tell: Tell = lambda _: None) -> dict[str, Any]:
 
 def asked(arguments: Sequence[str], program: str = "python -m everstep.host.monitoring") -> MonitorJob:
     """What a command line wants watched. Raises ValueError with one sentence."""
-    parser = _Parser(prog=program, add_help=False)
-    parser.add_argument("file", nargs="?", type=Path)
-    for name in ("every-seconds", "minutes", "disk-gb"):
-        parser.add_argument(f"--{name}", type=float)
-    for name in ("gpus", "metrics-port"):
-        parser.add_argument(f"--{name}", type=int)
-    for name in ("folder", "node", "textfile", "local", "persistent", "policy", "log-policy", "ledger"):
-        parser.add_argument(f"--{name}")
+    parser = _Parser(prog=program, description="Watch the GPUs of this machine. docs/monitor.md tells more.")
+    parser.add_argument("file", nargs="?", type=Path, help="a YAML file with the same fields, and a few more")
+    for name, kind in OPTIONS.items():
+        said = MonitorJob.model_fields[name].description or ""
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said.replace("%", "%%"))
     given = {name: value for name, value in vars(parser.parse_args(list(arguments))).items() if value is not None}
     file = given.pop("file", None)
     fields = policy_file.read(file, "fields of a monitor and their values", "docs/monitor.md") if file else {}
@@ -276,7 +283,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; {self.format_usage().strip()}")
+        raise ValueError(f"{message}; {self.prog} --help lists what there is.")
 
 
 if __name__ == "__main__":
