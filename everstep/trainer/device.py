@@ -30,6 +30,14 @@ def choose(spec: AttemptSpec) -> torch.device:
     return device
 
 
+def uuid(device: torch.device) -> str:
+    """The UUID of a CUDA device as NVML prints it; empty for a CPU, and where PyTorch does not tell it."""
+    if device.type != "cuda":
+        return ""
+    told = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return told if not told or told.startswith(("GPU-", "MIG-")) else f"GPU-{told}"
+
+
 def moved(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on `device`; containers and objects with a `to` are followed."""
     if device.type == "cpu":

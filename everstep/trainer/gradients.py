@@ -8,7 +8,7 @@ one rank. The loss rides along.
 Parameters that `fully_shard` has cut are left out: FSDP adds their gradients up in the backward pass.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from everstep.trainer import sharding
 from everstep.trainer.program import Program, ProgramError
 from everstep.trainer.ranks import Ranks
+
+NORM_EVERY = 16
+"""Where nothing is clipped, the norm of the gradients is taken in each step whose number this divides, on all ranks."""
 
 
 def trainable(program: Program) -> list[nn.Parameter]:
@@ -55,10 +58,14 @@ class Gradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def average(self, loss: Tensor) -> Tensor:
-        """Sum the weighted gradients and the weighted loss over all ranks; returns the loss. For several ranks only."""
+    def average(self, loss: Tensor, ready: Callable[[], None] = lambda: None) -> Tensor:
+        """Sum the weighted gradients and the weighted loss over all ranks; returns the loss. For several ranks only.
+
+        `ready` is called when this rank has done its own part and is about to join the others.
+        """
         for bucket in self._buckets:
             _fill(bucket)
+        ready()
         self._tail.copy_(loss.view(1))
         for bucket in self._buckets:
             dist.all_reduce(bucket.flat)
@@ -69,17 +76,30 @@ class Gradients:
         return self._tail.clone()
 
 
-def clip(program: Program, parameters: list[nn.Parameter]) -> None:
-    if program.clip_norm is None:
-        return
+def clip(parameters: list[nn.Parameter], limit: float) -> Tensor:
+    """Scale the gradients down to the norm `limit`. Returns the norm they had, on their device."""
+    if not any(sharding.is_sharded(one) for one in parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    parts, wholes = _sharded(parameters)
+    total = _norm_sharded(parts, wholes, parameters[0].device)
+    scale = torch.clamp(limit / (total + 1e-6), max=1.0)
+    torch._foreach_mul_([*parts, *wholes], scale)
+    return total
+
+
+def norm(parameters: list[nn.Parameter]) -> Tensor | None:
+    """The norm of all gradients, on their device. It reads only. Where some are sharded, all ranks call it together.
+
+    None where a gradient is sparse: no norm is worth an error.
+    """
     if any(sharding.is_sharded(one) for one in parameters):
-        _clip_sharded(parameters, program.clip_norm)
-    else:
-        torch.nn.utils.clip_grad_norm_(parameters, program.clip_norm)
+        return _norm_sharded(*_sharded(parameters), parameters[0].device)
+    grads = [one.grad for one in parameters if one.grad is not None]
+    return torch.nn.utils.get_total_norm(grads) if all(one.layout is torch.strided for one in grads) else None
 
 
-def _clip_sharded(parameters: list[nn.Parameter], limit: float) -> None:
-    """As `clip_grad_norm_` does, over the gradients of all parts on all ranks and of what every rank has whole."""
+def _sharded(parameters: list[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of gradients that are cut the parts of this rank, and the gradients that every rank has whole."""
     parts: list[Tensor] = []
     wholes: list[Tensor] = []
     for parameter in parameters:
@@ -88,12 +108,16 @@ def _clip_sharded(parameters: list[nn.Parameter], limit: float) -> None:
             parts.append(grad.to_local())
         elif grad is not None:
             wholes.append(grad)
-    square = _square(parts, parameters[0].device)
+    return parts, wholes
+
+
+def _norm_sharded(parts: list[Tensor], wholes: list[Tensor], device: torch.device) -> Tensor:
+    """As `get_total_norm` does, over the parts on all ranks and what every rank has whole."""
+    square = _square(parts, device)
     if dist.get_world_size() > 1:
         dist.all_reduce(square)
     square += _square(wholes, square.device)
-    scale = torch.clamp(limit / (square.sqrt() + 1e-6), max=1.0)
-    torch._foreach_mul_([*parts, *wholes], scale)
+    return square.sqrt()
 
 
 def _square(grads: list[Tensor], device: torch.device) -> Tensor:

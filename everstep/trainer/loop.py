@@ -16,7 +16,7 @@ from torch import Tensor
 from everstep.core.errors import Fenced
 from everstep.core.segment import AttemptSpec, Phase
 from everstep.store import faults
-from everstep.trainer import evaluation, gradients, snapshot
+from everstep.trainer import evaluation, gradients, sharding, snapshot
 from everstep.trainer.agreement import Agreement, Word
 from everstep.trainer.device import moved
 from everstep.trainer.evaluation import Probe
@@ -28,6 +28,7 @@ from everstep.trainer.saver import Saver
 from everstep.trainer.side import Side
 from everstep.trainer.snapshot import Snapshot
 from everstep.trainer.stand_in import StandIn
+from everstep.trainer.stopwatch import Stopwatch
 from everstep.trainer.vitals import Vitals
 
 IDLE = 0.01
@@ -67,12 +68,16 @@ class Training:
     finished: bool = False
     loss: Any = None
     lr: Any = 0.0
+    grad_norm: Any = None
+    stopwatch: Stopwatch | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 def run(t: Training) -> Finish:
     """Train until the steps are done, a stop is asked for, or the program says that it is done."""
     t.vitals.last_snapshot = time.monotonic()
+    if t.ranks.size > 1 and sharding.mesh_of(t.program.model) is None:  # FSDP waits for the others all through a step
+        t.stopwatch = Stopwatch(t.device)
     t.agreement.issue(t.step)
     word = _hear(t)
     while t.step < t.spec.steps and not t.finished:
@@ -84,6 +89,8 @@ def run(t: Training) -> Finish:
         total = _train(t)
         word = _hear(t)
         t.vitals.stepped(t.step, time.perf_counter() - began, total, t.loss)
+        if t.stopwatch is not None:
+            t.vitals.worked(t.stopwatch.passed())
         _close(t, word)
     ended = t.step >= t.spec.steps or t.finished
     if t.saved_step != t.step:
@@ -125,6 +132,8 @@ def _train(t: Training) -> int:
     if t.first:
         t.vitals.enter(Phase.compile)
         faults.point("train.first_step")
+    if t.stopwatch is not None:
+        t.stopwatch.start()
     share = next(t.steps)
     t.gradients.clear()
     t.loss = _backward(t, share)
@@ -161,27 +170,43 @@ def _backward(t: Training, share: Step) -> Any:
         (program.scaler.scale(weighted) if program.scaler is not None else weighted).backward()
         total = total + (weighted.item() if t.ranks.size == 1 and t.device.type == "cpu" else weighted.detach().float())
     if t.ranks.size > 1:
-        averaged = t.gradients.average(torch.as_tensor(total, dtype=torch.float32, device=t.device))
+        mine = torch.as_tensor(total, dtype=torch.float32, device=t.device)
+        averaged = t.gradients.average(mine, t.stopwatch.stop if t.stopwatch is not None else _nothing)
         return averaged.item() if averaged.device.type == "cpu" else averaged
     return total
+
+
+def _nothing() -> None:
+    """Nobody times this rank."""
 
 
 def _update(t: Training) -> None:
     program = t.program
     t.saver.fence()
+    if program.scaler is not None and program.clip_norm is not None:
+        program.scaler.unscale_(program.optimizer)
+    t.grad_norm = _clip(t)
     if program.scaler is not None:
-        if program.clip_norm is not None:
-            program.scaler.unscale_(program.optimizer)
-            gradients.clip(program, t.gradients.parameters)
         program.scaler.step(program.optimizer)
         program.scaler.update()
     else:
-        gradients.clip(program, t.gradients.parameters)
         program.optimizer.step()
     lr = program.optimizer.param_groups[0]["lr"]
     t.lr = lr.detach().clone() if isinstance(lr, Tensor) else lr
     if program.scheduler is not None:
         program.scheduler.step()
+
+
+def _clip(t: Training) -> Any:
+    """Clip where the program asks for it. The norm of the gradients, where this step measures it, before clipping.
+
+    Without clipping it is taken now and then, which costs next to nothing; never of gradients that are scaled.
+    """
+    if t.program.clip_norm is not None:
+        return gradients.clip(t.gradients.parameters, t.program.clip_norm)
+    if t.program.scaler is None and (t.step + 1) % gradients.NORM_EVERY == 0:
+        return gradients.norm(t.gradients.parameters)
+    return None
 
 
 def _close(t: Training, word: Word) -> None:
@@ -221,7 +246,7 @@ def _evaluate(t: Training) -> None:
 def _report(t: Training) -> None:
     if t.side is None:
         return
-    row = {
+    row: dict[str, Any] = {
         "attempt": t.spec.attempt,
         "step": t.step,
         "time": time.time(),
@@ -230,6 +255,10 @@ def _report(t: Training) -> None:
         "samples": t.samples,
         "epoch": t.epoch,
     }
+    if t.grad_norm is not None:
+        row["grad_norm"] = t.grad_norm
+    if t.program.scaler is not None:
+        row["scaled"] = True
     t.side.row(row | {"eval": t.metrics} if t.metrics else row)
 
 

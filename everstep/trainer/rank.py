@@ -111,6 +111,7 @@ def _train(rank: Rank) -> Finish:
     spec = rank.spec
     torch.set_num_threads(spec.threads)
     device = devices.choose(spec)
+    rank.vitals.gpu = devices.uuid(device)
     if rank.side is not None:
         rank.places.persistent.mkdir(mode=0o700, parents=True, exist_ok=True)
         rank.side.start()

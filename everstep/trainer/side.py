@@ -18,6 +18,7 @@ from everstep.trainer.vitals import Vitals
 
 POLL = 0.03
 WRITE = 0.2
+_FIGURES = ("loss", "lr", "grad_norm")
 LONGEST_QUEUE = 200_000  # rows kept while the disk takes none; the oldest go first
 
 
@@ -43,7 +44,9 @@ class Side:
         self._thread.start()
 
     def row(self, row: dict[str, Any]) -> None:
-        """A row for `metrics.jsonl`. Its loss may be a tensor on a device: it is read here, not in the training thread."""
+        """A row for `metrics.jsonl`. Loss and norm may be tensors on a device: they are read here, not in the training
+        thread.
+        """
         self._rows.append(row)
 
     def flush(self, seconds: float) -> bool:
@@ -108,7 +111,7 @@ class Side:
         _drain(self._places.metrics, self._rows, self._line)
 
     def _line(self, row: dict[str, Any]) -> str:
-        row = row | {"loss": float(row["loss"]), "lr": float(row["lr"])}
+        row = row | {name: float(row[name]) for name in _FIGURES if name in row}
         self._vitals.loss = row["loss"]
         return json.dumps(plain(row), separators=(",", ":"), allow_nan=False)
 

@@ -3,12 +3,15 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from statistics import median
 from typing import Any
 
 from everstep.core.segment import AttemptSpec, Heartbeat, Phase, PhaseMark
 
 RECENT = 64
+FEW = 5  # steps that make a median of work
+WORK_EVERY = 0.25  # seconds: of short steps only some are kept, so that a short disturbance is not all that is seen
 
 
 def nothing() -> None:
@@ -29,9 +32,13 @@ class Vitals:
         self.marks: deque[PhaseMark] = deque()
         self.last_snapshot = time.monotonic()
         self.told: Callable[[], None] = nothing
+        self.gpu = ""
         self._seconds = [0.0] * RECENT
         self._samples = [0] * RECENT
         self._steps = 0
+        self._work = [0.0] * RECENT
+        self._worked = 0
+        self._work_seen = 0.0
         self.enter(Phase.start)
 
     def enter(self, phase: Phase) -> None:
@@ -59,6 +66,16 @@ class Vitals:
             self.loss = loss
         self.progress += 1
 
+    def worked(self, seconds: Iterable[float]) -> None:
+        """Some steps took so many seconds of own work."""
+        for one in seconds:
+            now = time.monotonic()
+            if self._worked >= RECENT and now - self._work_seen < WORK_EVERY:
+                continue
+            self._work[self._worked % RECENT] = one
+            self._worked += 1
+            self._work_seen = now
+
     def heartbeat(self) -> Heartbeat:
         """Times of the first step of an attempt (it compiles and warms up) count until there are others."""
         count = min(self._steps, RECENT)
@@ -66,6 +83,7 @@ class Vitals:
         if 1 < self._steps <= RECENT:
             seconds, samples = seconds[1:], samples[1:]
         total = sum(seconds)
+        work = self._work[: min(self._worked, RECENT)]
         return Heartbeat(
             attempt=self.spec.attempt,
             rank=self.spec.rank,
@@ -79,4 +97,6 @@ class Vitals:
             slowest_step_seconds=max(seconds, default=None),
             samples_per_second=sum(samples) / total if total > 0 else None,
             saved_step=self.saved_step,
+            work_seconds=median(work) if len(work) >= FEW else None,
+            gpu=self.gpu,
         )
