@@ -72,16 +72,34 @@ COUNTERS: tuple[tuple[str, dict[str, str], str], ...] = (
     ("retired_pages", {"kind": "double_bit"}, "retired_double_bit"),
     ("pcie_replays", {}, "pcie_replays"),
 )
+COUNTED = {
+    "ecc_errors": "Memory errors: volatile since the driver's start or a reset, aggregate in the device's life.",
+    "remapped_rows": "Memory rows that were remapped.",
+    "retired_pages": "Memory pages that were retired, before Ampere.",
+    "pcie_replays": "Packets that PCIe repeated.",
+}
 LINK_ERRORS = ("replay_errors", "recovery_errors", "crc_errors", "effective_errors")
 HOST_GAUGES = {
-    "memory_available_bytes": "memory_available_bytes",
-    "memory_pressure_percent": "memory_pressure_60s",
-    "stuck_tasks": "stuck_tasks",
-    "clock_offset_seconds": "clock_offset_s",
-    "mounts_hung": "mounts_hung",
-    "nics_down": "nics_down",
-    "ports_down": "ports_down",
+    "memory_available_bytes": ("memory_available_bytes", "The kernel's estimate of the memory that can be had."),
+    "memory_pressure_percent": ("memory_pressure_60s", "Of a minute in which all tasks waited for memory (PSI full)."),
+    "stuck_tasks": ("stuck_tasks", "Tasks in uninterruptible sleep."),
+    "clock_offset_seconds": ("clock_offset_s", "By which the clock is off, as its daemon estimates."),
+    "mounts_hung": ("mounts_hung", "Mounts that do not answer."),
+    "nics_down": ("nics_down", "Network interfaces that are up and have no link."),
+    "ports_down": ("ports_down", "Ports of InfiniBand or RoCE adapters that are not active."),
 }
+OWN = {
+    "cpu_seconds_total": "Processor time of the monitor, without its probes.",
+    "events_total": "Events that it has told.",
+    "lost_rows_total": "Rows of telemetry that no disk has taken.",
+    "lost_samples_total": "Samples that waited too long for the disk.",
+    "lost_log_total": "Records and bytes of logs that came faster than they could be read.",
+    "probe_restarts_total": "How often the probe of the GPUs was started anew.",
+    "log_behind": "1: more of a log waits than may be read at once.",
+    "logs_read": "1: logs and heartbeats are read.",
+    "writes": "1: telemetry, ledger and textfile are written.",
+}
+"""The monitor's own figures, and what they are."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +176,7 @@ def _own(shown: Snapshot) -> Iterator[Metric]:
     yield up
     for name, value in shown.own.items():
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        yield kind(f"everstep_monitor_{name}", "Of the monitor itself.", value=value)
+        yield kind(f"everstep_monitor_{name}", OWN.get(name, "Of the monitor itself."), value=value)
     if shown.sweep is not None:
         last = "everstep_monitor_last_sweep_timestamp_seconds"
         yield GaugeMetricFamily(last, "When GPUs were last sampled, Unix seconds.", value=shown.sweep.time)
@@ -171,7 +189,7 @@ def _own(shown: Snapshot) -> Iterator[Metric]:
 
 def _xids(shown: Snapshot) -> Iterator[Metric]:
     family = CounterMetricFamily(
-        "everstep_gpu_xid", "Xid events since the monitor's start.", labels=("uuid", "xid"),
+        "everstep_gpu_xid", "Xid events of the driver since the monitor's start.", labels=("uuid", "xid"),
     )  # fmt: skip
     for (uuid, xid), count in sorted(shown.xids.items())[:MOST_XIDS]:
         family.add_metric((uuid, str(xid)), count)
@@ -200,9 +218,8 @@ def _gpus(sweep: Sweep) -> Iterator[Metric]:
 def _counters(sweep: Sweep) -> Iterator[Metric]:
     families: dict[str, CounterMetricFamily] = {}
     for name, labels, reading in COUNTERS:
-        family = families.setdefault(
-            name, CounterMetricFamily(f"everstep_gpu_{name}", "As the driver counts.", labels=("uuid", *labels))
-        )
+        said = COUNTED[name]
+        family = families.setdefault(name, CounterMetricFamily(f"everstep_gpu_{name}", said, labels=("uuid", *labels)))
         for one in sweep.gpus:
             value = getattr(one, reading)
             if value is not None:
@@ -212,7 +229,9 @@ def _counters(sweep: Sweep) -> Iterator[Metric]:
 
 def _links(gpus: tuple[GpuSample, ...]) -> Iterator[Metric]:
     active = GaugeMetricFamily("everstep_gpu_nvlinks_active", "NVLinks that are up.", labels=("uuid",))
-    errors = CounterMetricFamily("everstep_gpu_nvlink", "Errors of all NVLinks of a GPU.", labels=("uuid", "kind"))
+    errors = CounterMetricFamily(
+        "everstep_gpu_nvlink_errors", "Errors of all NVLinks of a GPU.", labels=("uuid", "kind")
+    )
     for one in gpus:
         if one.links is None:
             continue
@@ -238,9 +257,9 @@ def _states(verdict: NodeVerdict) -> Iterator[Metric]:
 
 def _host(host: HostSample) -> Iterator[Metric]:
     row = host_row(host)
-    for name, column in HOST_GAUGES.items():
+    for name, (column, said) in HOST_GAUGES.items():
         if row[column] is not None:
-            yield GaugeMetricFamily(f"everstep_node_{name}", "Of the node.", value=row[column])
+            yield GaugeMetricFamily(f"everstep_node_{name}", said, value=row[column])
     used = GaugeMetricFamily("everstep_node_disk_used_ratio", "Share in use, as df counts.", labels=("mount",))
     for mount in host.mounts or ():
         if mount.used_percent is not None:

@@ -66,7 +66,7 @@ def deployed(prefect):
     page = (ROOT / "docs" / "deployment.md").read_text().splitlines()
     commands = [line.partition("#")[0].split()[1:] for line in page if line.startswith("prefect ")]
     once = [command for command in commands if {"create", "register", "deploy"} & set(command)]
-    assert len(once) == 3
+    assert len(once) == 4
     for command in once:
         prefect(*[word for word in command if word != "--no-prompt"])
 
@@ -153,7 +153,7 @@ def test_a_deployed_job_is_cancelled_in_mid_segment_retried_and_goes_on(make_des
 
 def test_what_is_deployed_suits_long_jobs_and_gives_a_form(deployed, client):
     named = {one["name"] for one in yaml.safe_load(FILE.read_text())["deployments"]}
-    assert named == {"train", "stage", "scrub"}
+    assert named == {"train", "stage", "scrub", "monitor"}
     assert len(client.read_deployments()) == len(named)
     train = client.read_deployment_by_name("train/train")
     assert train.job_variables["stream_output"] is False

@@ -3,13 +3,17 @@
 import socket
 import threading
 import urllib.request
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rigs import telemetry as rig
 
 from everstep.core.gpu import Answer, GpuSample
+from everstep.core.host import Clock, Memory, Pressure
 from everstep.core.judgement import judge
+from everstep.host import exporter as exporters
 from everstep.host.exporter import Exporter, Snapshot
 
 NOW = rig.NOW
@@ -113,3 +117,25 @@ def test_the_file_is_whole_at_every_moment(exporter, tmp_path):
     assert all(b"everstep_gpu_power_watts{" in one and one.endswith(b"\n") for one in seen)
     assert [one.name for one in tmp_path.iterdir()] == ["everstep.prom"]
     assert path.stat().st_mode & 0o044 == 0o044, "the node exporter is another user"
+
+
+def rows():
+    """The table of docs/monitor.md: every metric with its labels and help."""
+    made = Exporter(wall=lambda: NOW)
+    whole = rig.gpu(
+        0, **dict.fromkeys((*(one.reading for one in exporters.GAUGES), *(one[2] for one in exporters.COUNTERS)), 1)
+    )
+    host = rig.host(memory=Memory(available_bytes=1, pressure=Pressure(some_10s=0, some_60s=0, full_10s=0, full_60s=0)),
+                    stuck=(), clock=Clock(source="kernel", offset_s=0.0), nics=(), ports=())  # fmt: skip
+    shown = snapshot(whole, xids={("GPU-0", 31): 1}, own=dict.fromkeys(exporters.OWN, 0))
+    made.show(replace(shown, host=host))
+    for family in made.collect():
+        labels = ", ".join(family.samples[0].labels) if family.samples else ""
+        total = "_total" if family.type == "counter" else ""
+        yield f"| `{family.name}{total}`{f' ({labels})' if labels else ''} | {family.documentation} |"
+
+
+def test_the_page_lists_every_metric():
+    page = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text()
+    told = page.partition("| metric | meaning |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert told == list(rows())
