@@ -145,7 +145,7 @@ def _speed(one: Examination, measured: Measured, ranks: Sequence[Examination], f
     if not measured.speeds:
         return not_measured(name, rule, measured.why or "no answer", **figures)
     if not any(speed in limits for speed in measured.speeds):
-        return not_measured(name, rule, measured.why or _no_floor(one), **figures)
+        return not_measured(name, rule, f"{_told(measured)}; {measured.why or _no_floor(one)}", **figures)
     return passed(name, rule, _told(measured), **figures)
 
 
@@ -166,7 +166,7 @@ def _together(ranks: Sequence[Examination], floors: Floors) -> Iterator[Check]:
         yield failed(name, rule, why, **{Speed.all_reduce.value: min(seen)})
     elif len(known) < count or len(seen) < count:
         why = "not all ranks have told" if known else _no_floor(ranks[0], count)
-        yield not_measured(name, rule, why, **{Speed.all_reduce.value: min(seen)})
+        yield not_measured(name, rule, f"{min(seen):.4g} GB/s; {why}", **{Speed.all_reduce.value: min(seen)})
     else:
         yield passed(name, rule, f"{min(seen):.4g} GB/s", **{Speed.all_reduce.value: min(seen)})
 
@@ -199,7 +199,7 @@ def _behind(measured: Measured, typical: dict[Speed, float | None], fraction: fl
 
 
 def _told(measured: Measured) -> str:
-    return ", ".join(f"{speed.value} {value:.4g}" for speed, value in measured.speeds.items())
+    return ", ".join(f"{speed.value} {value:.3g}" for speed, value in measured.speeds.items())
 
 
 def _no_floor(one: Examination, ranks: int = 1) -> str:

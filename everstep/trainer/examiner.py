@@ -79,7 +79,7 @@ def _products(device: Device, kind: torch.dtype, seconds: float) -> Measured:
     return tally.measured(Part.matmul, {SPEEDS[kind]: median(rates)} if large else {}, why)
 
 
-def _product(device: Device, left: Tensor, right: Tensor, out: Tensor, expected: Tensor, tally: "Tally") -> float:
+def _product(device: Device, left: Tensor, right: Tensor, out: Tensor, expected: Tensor, tally: Tally) -> float:
     """Seconds that a product takes, after one that warms up; both are compared."""
     torch.mm(left, right, out=out)
     flip("exam.matmul", out)
@@ -117,23 +117,37 @@ def _hankel(values: Tensor) -> Tensor:
 
 
 def memory(device: Device, seconds: float) -> Measured:
-    """A pattern and its inverse written, copied and read back; bytes read and written over the time of the copy."""
+    """A pattern and its inverse written, copied and read back; bytes read and written over the time of the copy.
+
+    On a CPU that is busy the buffer is smaller: as large as can be gone through in the time.
+    """
     until = time.perf_counter() + seconds
-    count = device.memory // 2 // 4
+    whole = device.memory // 2 // 4
+    count = min(whole, CHUNK // 4) if device.is_cpu else whole
     tally = Tally()
-    rates: list[float] = []
-    source = torch.empty(count, dtype=torch.int32, device=device.torch)
-    target = torch.empty_like(source).fill_(1)  # its pages are there before anything is timed
-    while not rates or time.perf_counter() < until:
-        inverse = len(rates) % 2 == 1
-        _write(source, inverse=inverse)
-        spent = seconds_of(device, lambda: target.copy_(source))
-        flip("exam.memory", target)
-        _read(tally, target, inverse=inverse)
-        rates.append(2 * 4 * count / spent / 1e9)
+    while True:
+        source = torch.empty(count, dtype=torch.int32, device=device.torch)
+        target = torch.empty_like(source).fill_(1)  # its pages are there before anything is timed
+        began = time.perf_counter()
+        rates = [_pass(device, source, target, tally, inverse=False)]
+        left = until - time.perf_counter()
+        if count == whole or 3 * (time.perf_counter() - began) > left:
+            break
+        count = min(2 * count, whole)
+    while time.perf_counter() < until:
+        rates.append(_pass(device, source, target, tally, inverse=len(rates) % 2 == 1))
     large = device.is_cpu or 4 * count >= ENOUGH
     why = "" if large else f"only {device.memory >> 20} MiB may be taken, too few for a speed"
     return tally.measured(Part.memory, {Speed.memory: median(rates)} if large else {}, why)
+
+
+def _pass(device: Device, source: Tensor, target: Tensor, tally: Tally, *, inverse: bool) -> float:
+    """Once through the buffers; GB/s of the copy."""
+    _write(source, inverse=inverse)
+    spent = seconds_of(device, lambda: target.copy_(source))
+    flip("exam.memory", target)
+    _read(tally, target, inverse=inverse)
+    return 2 * 4 * len(source) / spent / 1e9
 
 
 def _write(into: Tensor, *, inverse: bool) -> None:
@@ -141,7 +155,7 @@ def _write(into: Tensor, *, inverse: bool) -> None:
         part.copy_(_pattern(at, len(part), into.device, inverse=inverse))
 
 
-def _read(tally: "Tally", found: Tensor, *, inverse: bool) -> None:
+def _read(tally: Tally, found: Tensor, *, inverse: bool) -> None:
     for at, part in _chunks(found):
         tally.compare(part, _pattern(at, len(part), found.device, inverse=inverse))
 
