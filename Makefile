@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 DATA := .everstep/data/digits/labels.npy
 
-.PHONY: train train-digits test test-all test-setup check bench clean
+.PHONY: train train-digits test test-all test-setup check bench gpu-check clean
 
 train: $(READY)
 	@$(BIN)/python -m everstep.programs.corpus .everstep/object/corpus
@@ -33,6 +33,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python tests/bench/run.py
+
+gpu-check: $(READY)  # what only a machine with a GPU can show; without one it says so and has not passed
+	@$(BIN)/python tests/gpu/check.py
 
 clean:
 	rm -rf $(VENV) .everstep build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
