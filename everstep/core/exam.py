@@ -154,7 +154,7 @@ def _together(ranks: Sequence[Examination], floors: Floors) -> Iterator[Check]:
     found = [one.of(Part.all_reduce) for one in ranks]
     seen = [one.speeds[Speed.all_reduce] for one in found if Speed.all_reduce in one.speeds]
     name, count = f"all reduce speed, {len(ranks)} ranks", len(ranks)
-    if not ranks:
+    if count < 2:
         return
     limits = [floors.of(one.model, count).get(Speed.all_reduce) for one in ranks]
     known = [one for one in limits if one is not None]

@@ -170,21 +170,24 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(f"--floors: {error}")
     found, sweep = look(given.seconds, given.gpus, log, policy)
+    tested = devices(sweep) if given.active else []
     if not given.json:
         sys.stdout.write(table(found, sweep))
         sys.stdout.flush()
-    tested = devices(sweep) if given.active else []
     report = ActiveGate(floors=floors).run(tested, seconds=given.active_seconds) if tested else None
     if given.json:
-        said = found.model_dump(mode="json")
-        if report is not None:
-            said["active"] = report.model_dump(mode="json") | {"outcome": report.outcome.value}
-        sys.stdout.write(json.dumps(said, indent=1) + "\n")
-    elif report is not None:
-        sys.stdout.write("\n" + active_table(report, sweep))
+        sys.stdout.write(_json(found, report))
     elif given.active:
-        sys.stdout.write("\nNo GPU answers, so none was put to the test.\n")
+        said = active_table(report, sweep) if report else "No GPU answers, so none was put to the test.\n"
+        sys.stdout.write("\n" + said)
     return 1 if report is not None and report.outcome is Outcome.failed else EXITS[found.verdict.state]
+
+
+def _json(found: NodeVerdict, report: GateReport | None) -> str:
+    said = found.model_dump(mode="json")
+    if report is not None:
+        said["active"] = report.model_dump(mode="json") | {"outcome": report.outcome.value}
+    return json.dumps(said, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ NOT_ITS_FAULT = (
     "no CUDA-capable device",
     "invalid device ordinal",
     "out of memory",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # what cuBLAS says when no memory is free
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "system not yet initialized",  # the fabric manager does not run
+    "MPS",
 )
 """CUDA errors that say nothing against the device."""
 

@@ -44,7 +44,6 @@ def prepare(task: Task) -> Device:
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no such GPU here")
     torch.cuda.set_device(device)
-    torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     _move_near(device)
@@ -52,6 +51,12 @@ def prepare(task: Task) -> Device:
     free, _ = torch.cuda.mem_get_info(device)
     memory = min(task.memory_bytes or MOST_GPU, MOST_GPU, int(free * SHARE_OF_FREE))
     return Device(device, torch.cuda.get_device_name(device), memory)
+
+
+def release(device: Device) -> None:
+    """Give back what a part has taken before the next one takes its own."""
+    if not device.is_cpu:
+        torch.cuda.empty_cache()
 
 
 class Tally:

@@ -15,7 +15,7 @@ from torch import Tensor
 from everstep.core.exam import Measured, Part, Task
 from everstep.core.floors import Speed
 from everstep.trainer import exam_ranks
-from everstep.trainer.exam_device import Device, Tally, flip, seconds_of
+from everstep.trainer.exam_device import Device, Tally, flip, release, seconds_of
 
 ENOUGH = 64 << 20  # bytes; smaller buffers say nothing of a GPU's speed, as they fit into its caches
 LARGE = 4096  # rows; smaller products say nothing of a GPU's speed
@@ -25,6 +25,7 @@ ENTRIES = {torch.bfloat16: 127, torch.float16: 15, torch.float32: 127}
 """The greatest entry of a matrix: itself, products and all sums are exact in float32, and a float16 result is finite."""
 
 SPEEDS = {torch.bfloat16: Speed.bf16, torch.float16: Speed.fp16, torch.float32: Speed.fp32}
+COPIES = 3  # at least: a bus that was idle takes some time to get up to its speed
 CHUNK = 1 << 22  # elements that are compared at once
 MIX = 0x9E3779B1 - (1 << 32)  # odd, so that no two places of a buffer hold the same pattern
 
@@ -32,8 +33,11 @@ MIX = 0x9E3779B1 - (1 << 32)  # odd, so that no two places of a buffer hold the 
 def parts(task: Task, device: Device) -> Iterator[tuple[Part, Callable[[float], Measured]]]:
     """The parts in their order; each is told how many seconds it may measure."""
     yield Part.matmul, lambda seconds: matmul(device, seconds)
+    release(device)
     yield Part.memory, lambda seconds: memory(device, seconds)
+    release(device)
     yield Part.host_copy, lambda seconds: host_copy(task, device, seconds)
+    release(device)
     yield Part.all_reduce, lambda seconds: exam_ranks.all_reduce(task, device, seconds)
 
 
@@ -185,7 +189,7 @@ def host_copy(task: Task, device: Device, seconds: float) -> Measured:
     up: list[float] = []
     with _turn(task) as alone:
         until = time.perf_counter() + seconds / task.world_size
-        while not down or time.perf_counter() < until:
+        while len(down) < COPIES or time.perf_counter() < until:
             inverse = len(down) % 2 == 1
             _write(out, inverse=inverse)
             down.append(4 * count / seconds_of(device, lambda: there.copy_(out, non_blocking=True)) / 1e9)

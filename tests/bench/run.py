@@ -23,7 +23,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import agreement
 import boundaries
+import health
 import logs
+import monitor
 import objects
 import recovery
 import saving
@@ -44,7 +46,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument(
         "--only",
-        choices=("boundaries", "agreement", "recovery", "saving", "staging", "objects", "logs"),
+        choices=("boundaries", "agreement", "recovery", "saving", "staging", "objects", "logs", "monitor", "health"),
         help="one part; writes no results",
     )
     arguments = parser.parse_args()
@@ -57,6 +59,8 @@ def main() -> int:
         "staging": _staging,
         "objects": _objects,
         "logs": _logs,
+        "monitor": _monitor,
+        "health": _health,
     }
     figures: dict[str, float] = {"cpus": os.cpu_count() or 1, "load_before": os.getloadavg()[0]}
     with _lab() as lab:
@@ -124,6 +128,16 @@ def _agreement(lab: Lab, *, quick: bool) -> dict[str, float]:
 def _logs(lab: Lab, *, quick: bool) -> dict[str, float]:
     _say("lines of logs")
     return logs.measure(quick=quick)
+
+
+def _health(lab: Lab, *, quick: bool) -> dict[str, float]:
+    _say("the passive gate")
+    return health.measure(quick=quick)
+
+
+def _monitor(lab: Lab, *, quick: bool) -> dict[str, float]:
+    _say("a monitor of 8 GPUs")
+    return monitor.measure(lab.folder / "monitor", quick=quick)
 
 
 def _objects(lab: Lab, *, quick: bool) -> dict[str, float]:
@@ -222,6 +236,10 @@ NOTES = {
     "classify_lines_per_s": "harmless lines of logs, processor time of one core; aim: over 200,000",
     "classify_storm_lines_per_s": "10,000 Xid lines of one cause",
     "classify_fault_lines_per_s": "every line another known fault",
+    "gate_ms": "the judgement of a node of 8 GPUs over all samples that are kept",
+    "sweep_8gpu_ms": "all readings of 8 stand-in GPUs through pynvml and the probe; a real driver takes longer",
+    "xid_detect_ms": "from the driver's event to a listener of the monitor; aim: under 1000",
+    "monitor_cpu_percent": "of one core: monitor and probes, 8 GPUs, a sample a second",
     "stage_peak_mb": "memory of the staging process at most; aim: under 300",
     "spare_slows_step_on_full_cores_percent": f"the same, with a rank on each core ({MOST_RANKS} at most)",
 }
