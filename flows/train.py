@@ -12,6 +12,8 @@ if __name__ == "__main__":  # a wrong job is answered, and the server is startin
 
 from typing import Any
 
+from prefect import allow_failure
+
 from blocks.guardrails import Guardrails
 from blocks.tiers import StorageTiers
 from blocks.tracking import Tracking
@@ -22,6 +24,7 @@ from flows.stage import stage
 from tasks.cancel import watching
 from tasks.gate import check_data
 from tasks.guard import bounded
+from tasks.health import check_health, check_training
 from tasks.places import placed
 from tasks.promote import promote
 from tasks.server import LocalFlow
@@ -43,7 +46,9 @@ def life_of_a_run(job: TrainJob, take_over: bool = False) -> dict[str, Any]:
             while not run.over:
                 begin_attempt(run)
                 while isinstance(end := train_segment(run), SegmentResult):
-                    verify.submit(run, end)
+                    check_health(run, end)
+                    verified = verify.submit(run, end)
+                    check_training.submit(run, end, wait_for=[allow_failure(verified)], return_state=False)
                     keep(run)
                 decide(run, end)
             promote(run, return_state=True)  # a promotion that fails is shown, and is no failed training

@@ -14,7 +14,9 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed
 
+from everstep.core.check import GateReport
 from everstep.core.summary import RunReport
+from tasks.health import Gates
 from tasks.report import tell
 
 POLL_SECONDS = 5.0
@@ -33,6 +35,7 @@ class Watch:
     def __init__(self, flow_run_id: str) -> None:
         self.flow_run_id = flow_run_id
         self.reason: str | None = None
+        self._gates = Gates(flow_run_id)
         self._over = threading.Event()
         settings = contextvars.copy_context()  # a bare thread would see Prefect's global ones, and start a server
         self._thread = threading.Thread(target=settings.run, args=(self._poll,), name="everstep-prefect", daemon=True)
@@ -43,6 +46,7 @@ class Watch:
 
     def stop(self) -> None:
         self._over.set()
+        self._gates.close()
 
     def wish(self) -> str | None:
         """Why Prefect wants the run to stop; None while it does not or cannot be asked."""
@@ -51,6 +55,10 @@ class Watch:
     def publish(self, report: RunReport) -> None:
         """Show the run's report in Prefect, if it answers soon."""
         tell(report)
+
+    def show(self, report: GateReport, job: str, run: str) -> None:
+        """Show what a gate said, as an event and an artifact. Never waits."""
+        self._gates.tell(report, job, run)
 
     def end(self, final: dict[str, Any]) -> dict[str, Any]:
         """What the flow returns: the JSON line; as a state `Stopped` or `Cancelled` for a run that stopped on request."""

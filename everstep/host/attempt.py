@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from everstep.core.checkpoint import AttemptClaim
+from everstep.core.gating import Door, Word
 from everstep.core.health import Severity
 from everstep.core.job import TrainJob
 from everstep.core.segment import (
@@ -71,6 +72,7 @@ class Attempt:
         self._claim_checked = clock()
         self._words_checked = clock()
         self._unwritten = False
+        self._sick: Word | None = None
 
     @property
     def has_trained(self) -> bool:
@@ -218,7 +220,11 @@ class Attempt:
         self._leasing.pace(self._watch.save_every())
         beat = self.pulse.beats[0]
         if beat is not None and self._stopping is None:
-            more = self._leasing.extend(beat.step, beat.step_seconds)
+            word = self._watch.health(self.pulse.beats)
+            if word.door is Door.closed:
+                self._sick = word
+                self.ask_to_stop(f"the gate on GPU health is closed: {word.why}", None)
+            more = self._leasing.extend(beat.step, beat.step_seconds, gates_pass=word.door is Door.open)
             if more:
                 ends = {str(number): end for number, end in more.items()}
                 self._watch.record("lease.extended", step=beat.step, ends=ends)
@@ -255,6 +261,8 @@ class Attempt:
 
     def _finish(self, outcome: Outcome, cause: Cause, told: AttemptEnd | None = None) -> AttemptEnd:
         """The end, with what the ranks told or else what was seen of them last."""
+        if self._sick is not None and outcome is Outcome.stopped:
+            outcome, cause = Outcome.failed, _of_health(self._sick, self.pulse.step)
         committed = watch.committed_step(self._places, self.claim.attempt) or self.claim.resumed_from
         self.end = AttemptEnd(
             attempt=self.claim.attempt,
@@ -279,6 +287,11 @@ class Attempt:
             noticed=time.time(),
         )
         return self.end
+
+
+def _of_health(word: Word, step: int) -> Cause:
+    """Why ranks that were asked to stop, and did, are no stopped run."""
+    return Cause(kind=CauseKind.health, key="gate", message=word.why, step=step)
 
 
 def _in_order(word: RankEnd | None) -> bool:

@@ -17,12 +17,12 @@ class LeaseKeeper:
         self._written: Lease | None = None
         self.lease = Lease(attempt=attempt, ends=next_segment(job, step, last_segment, None))
 
-    def extend(self, step: int, step_seconds: float | None) -> dict[int, int]:
-        """Lease the next segment if it is time; what was added, as {number: step at which it ends}."""
+    def extend(self, step: int, step_seconds: float | None, *, gates_pass: bool = True) -> dict[int, int]:
+        """Lease the next segment if it is time and the gates pass; what was added, as {number: step at which it ends}."""
         begun = [end for end in self.lease.ends.values() if end > step]
         if step_seconds is None and len(begun) > 1:
             return {}  # nothing is measured yet, and one segment ahead is enough
-        if not should_extend(self.lease, step, step_seconds, gates_pass=True, ahead_seconds=AHEAD_SECONDS):
+        if not should_extend(self.lease, step, step_seconds, gates_pass=gates_pass, ahead_seconds=AHEAD_SECONDS):
             return {}
         last = max(self.lease.ends, default=0)
         more = next_segment(self._job, self.lease.until_step, last, step_seconds)

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.core import place
+from everstep.core.check import GateReport
 from everstep.core.checkpoint import Key
 from everstep.core.checkpoint import State as CheckpointState
-from everstep.core.errors import Damaged, Fenced, StoreUnavailable, TrainingFailed
+from everstep.core.errors import Damaged, Fenced, TrainingFailed
 from everstep.core.gate import GateResult
+from everstep.core.gating import Word
 from everstep.core.health import Severity
 from everstep.core.job import TrainJob
 from everstep.core.promotion import Promotion
@@ -21,19 +23,32 @@ from everstep.core.recovery import Decision, History, Next, Past
 from everstep.core.recovery import decide as judge
 from everstep.core.segment import AttemptEnd, Cause, CauseKind, Heartbeat, Outcome, SegmentResult
 from everstep.core.summary import RunReport
-from everstep.host import closing, code, jobs, process, promotion, reporting, resume, runs, staging
+from everstep.host import (
+    closing,
+    code,
+    health_gate,
+    jobs,
+    process,
+    promotion,
+    reporting,
+    resume,
+    runs,
+    staging,
+)
 from everstep.host.cadence import Pacer
 from everstep.host.far import Far, elsewhere
 from everstep.host.gate import Gatekeeper
+from everstep.host.health_gate import HealthGate
 from everstep.host.housekeeper import Housekeeper
 from everstep.host.journal import Journal
 from everstep.host.observer import Observer
 from everstep.host.progress import Progress
 from everstep.host.supervisor import Supervisor, Watch
 from everstep.host.tracking import Tracker
-from everstep.store import checkpoint, faults, jsonl, marks, s3_access
+from everstep.store import faults, jsonl, marks, s3_access
 from everstep.store.s3_access import Access
 
+CHECKS_SECONDS = 5.0
 HINT_SECONDS = 10.0
 """How long a resume waits for MLflow. The ranks import torch meanwhile."""
 
@@ -47,6 +62,8 @@ class Orchestrator(Protocol):
 
     def publish(self, report: RunReport) -> None: ...
 
+    def show(self, report: GateReport, job: str, run: str) -> None: ...
+
 
 @dataclass(frozen=True)
 class Staged:
@@ -59,33 +76,55 @@ class Staged:
     access: Access | None = field(default=None, repr=False)
 
 
-@dataclass
 class Life:
-    """A run while this flow trains it."""
+    """A run while this flow trains it.
 
-    run: runs.Run
-    journal: Journal
-    observer: Observer
-    supervisor: Supervisor
-    tracker: Tracker
-    progress: Progress
-    pacer: Pacer
-    publish: Callable[[RunReport], None]
-    flow_run: str
-    past: list[Past]
-    start: resume.Start | None = None
-    resumed_from: int | None = None
-    attempts_here: int = 0
-    probed: list[tuple[str, str]] = field(default_factory=list)
-    decision: Decision | None = None
-    end: AttemptEnd | None = None
-    closed: bool = False
-    all_landed: bool | None = None
-    promotion: Promotion | None = None
-    gate: Gatekeeper = field(init=False)
-    far: Far = field(init=False)
-    reading: str = ""  # the checkpoint that the ranks may still be loading
-    housekeeper: Housekeeper = field(init=False)
+    No dataclass: Prefect would walk through one for each task that is given it, and stumble over what changes meanwhile.
+    """
+
+    gate: Gatekeeper
+    health: HealthGate
+    far: Far
+    housekeeper: Housekeeper
+
+    def __init__(
+        self,
+        run: runs.Run,
+        prefect: Orchestrator,
+        journal: Journal,
+        observer: Observer,
+        supervisor: Supervisor,
+        tracker: Tracker,
+        progress: Progress,
+        pacer: Pacer,
+    ) -> None:
+        self.run = run
+        self.journal = journal
+        self.observer = observer
+        self.supervisor = supervisor
+        self.tracker = tracker
+        self.progress = progress
+        self.pacer = pacer
+        self.publish = prefect.publish
+        self.flow_run = prefect.flow_run_id
+        self.past = journal.past()
+        self.start: resume.Start | None = None
+        self.resumed_from: int | None = None
+        self.attempts_here = 0
+        self.probed: list[tuple[str, str]] = []
+        self.decision: Decision | None = None
+        self.end: AttemptEnd | None = None
+        self.closed = False
+        self.all_landed: bool | None = None
+        self.promotion: Promotion | None = None
+        self.reading = ""  # the checkpoint that the ranks may still be loading
+        self.beats: Sequence[Heartbeat | None] = ()
+        self._prefect = prefect
+        self._checking = 0
+
+    def show(self, report: GateReport) -> None:
+        """Show in Prefect what a gate said."""
+        self._prefect.show(report, self.run.record.name, self.run.record.run)
 
     @cached_property
     def reporter(self) -> reporting.Reporter:
@@ -101,6 +140,31 @@ class Life:
     def keep(self) -> None:
         """Delete what retention allows on every tier."""
         self.housekeeper.keep()
+
+    def heard(self, beats: Sequence[Heartbeat | None]) -> Word:
+        """What the gates say of the next segment, for the supervisor."""
+        self.beats = beats
+        return self.health.ask(beats)
+
+    def told(self, report: GateReport) -> None:
+        """A gate's report goes into the journal, and is shown."""
+        health_gate.record(report, self.journal.record)
+        self.show(report)
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """A gate that runs beside the training; the run's end waits for it a little."""
+        self._checking += 1
+        try:
+            yield
+        finally:
+            self._checking -= 1
+
+    def await_checks(self) -> None:
+        """Let the last segment's gates come to their end, so that the report has them."""
+        until = time.monotonic() + CHECKS_SECONDS
+        while self._checking and time.monotonic() < until:
+            time.sleep(0.02)
 
     def landed(self, key: Key, uri: str) -> None:
         """A newer checkpoint is durable: MLflow hears of it, and older ones may go, also in a long segment."""
@@ -144,6 +208,7 @@ def own_run(staged: Staged, prefect: Orchestrator, *, take_over: bool = False) -
             raise
         finally:
             life.gate.close()
+            life.health.close()
             life.pacer.close()
             life.supervisor.close()
             life.observer.stop()
@@ -201,39 +266,12 @@ def train_segment(life: Life) -> SegmentResult | AttemptEnd:
     return end
 
 
-def verify(life: Life, result: SegmentResult) -> str:
-    """Read a segment's checkpoint back, beside the next segment. Damage closes the gate and raises `Damaged`."""
-    places = life.run.places
-    tier = result.tier if result.tier in places.tiers else "local"
-    folder = places.checkpoints(tier) / result.checkpoint
-    structure = checkpoint.read_structure(places.persistent)
-    try:
-        outcome = checkpoint.verify(folder, structure=structure, run=life.run.record.run)
-    except StoreUnavailable as error:  # unknown is not damaged: the copier looks again
-        return str(error)
-    if outcome.ok:
-        marks.verified(places, result.checkpoint, tier, outcome)
-        if tier == "persistent":  # the local tier was full: there it is durable already
-            marks.durable(places, result.checkpoint, tier, outcome.manifest_digest)
-        return f"{result.checkpoint} verified: {outcome.bytes:,} bytes"
-    if not folder.exists():
-        return f"{result.checkpoint} was removed by retention before it was read"
-    marks.quarantine(places, result.checkpoint, tier, outcome.why)
-    life.observer.report_damage(result.checkpoint)
-    raise Damaged(result.checkpoint, outcome.file, outcome.why)
-
-
-def keep(life: Life) -> None:
-    """Delete what retention allows on every tier."""
-    life.keep()
-
-
 def decide(life: Life, end: AttemptEnd) -> Decision:
     """Judge an attempt's end, say so, and set damaged checkpoints aside. Waits where the decision says so."""
     faults.point("flow.decide")
     committed = closing.proven_step(life.run.places)
     end = _explained(life, _proved(life, end))
-    decision = judge(end, None, History(tuple(life.past), committed, life.run.job.retries))
+    decision = judge(end, life.health.verdict(), History(tuple(life.past), committed, life.run.job.retries))
     life.past.append(Past(end, committed))
     life.end, life.decision = end, decision
     life.journal.record(
@@ -266,6 +304,7 @@ def finish(life: Life) -> dict[str, Any]:
     if life.run.final is not None:
         return closing.again(life)
     life.gate.settle()
+    life.await_checks()
     assert life.decision is not None
     if life.decision.next is Next.finish:
         return closing.completed(life)
@@ -292,26 +331,17 @@ def _assemble(run: runs.Run, staged: Staged, prefect: Orchestrator, journal: Jou
         show=progress.show,
         record=journal.record,
         save_every=lambda: pacer.seconds,
+        health=lambda beats: life.heard(beats),  # noqa: PLW0108 - made below
     )
     supervisor = Supervisor(run.job, run.places, run.record, staged.staged.data, watch, access=staged.access)
-    life = Life(
-        run,
-        journal,
-        observer,
-        supervisor,
-        tracker,
-        progress,
-        pacer,
-        prefect.publish,
-        prefect.flow_run_id,
-        journal.past(),
-    )
+    life = Life(run, prefect, journal, observer, supervisor, tracker, progress, pacer)
     life.far = Far(run.places, staged.access, journal.record)
     observer.landed = life.landed
     life.housekeeper = Housekeeper(
         run.places, run.job.checkpoint, journal.record, lambda: {life.reading} if life.reading else set()
     )
     observer.tend = life.housekeeper.make_room
+    life.health = HealthGate(run.job, run.places, supervisor.token, journal.record, life.show, journal.uri)
     life.gate = Gatekeeper(run.job, run.places, staged.staged, supervisor.token, journal.record)
     return life
 
@@ -343,6 +373,7 @@ def _open(life: Life, staged: Staged) -> None:
     if killed:
         life.journal.record("leftovers.killed", severity=Severity.medium, pids=list(killed))
     life.gate.ask()
+    life.health.start()
     _note_lost_attempt(life)
     life.observer.start()
     life.tracker.start(at_once=not life.run.created)

@@ -3,12 +3,13 @@
 A file that is missing or cannot be read means unknown, never failed: whoever asks looks again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.core.checkpoint import MANIFEST, Key
 from everstep.core.errors import Damaged
+from everstep.core.gating import Word
 from everstep.core.segment import Heartbeat, Lease, RankEnd, SegmentResult
 from everstep.store.layout import RunPlaces
 
@@ -22,6 +23,7 @@ class Watch:
     `stop_wish` gives a reason to stop gracefully within the job's grace, or None. `gate` gives the reason why the work
     since the last good checkpoint is to be thrown away, or None. `record(kind, *, step=None, severity=..., text="",
     **data)` appends an event. `save_every` is the rhythm of saves in seconds that holds now, None for the job's own.
+    `health` hears the ranks' signs of life, and says whether the next segment may be leased.
     """
 
     stop_wish: Callable[[], str | None]
@@ -29,6 +31,7 @@ class Watch:
     show: Callable[[Heartbeat | None, Lease], None]
     record: Callable[..., None]
     save_every: Callable[[], float | None] = lambda: None
+    health: Callable[[Sequence[Heartbeat | None]], Word] = lambda _: Word()
 
 
 class Pulse:

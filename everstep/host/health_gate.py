@@ -1,0 +1,352 @@
+"""The gate on GPU health of one run: watches the GPUs that its ranks use, and says whether the next segment may be leased.
+
+A thread of its own samples, judges, and tests suspect GPUs while the ranks wait at a segment's end; the supervisor asks at
+every tick and gets the newest word at once. Where the ranks use no GPU nothing is measured, and the door is open.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Protocol
+
+from everstep.core.check import GateReport, Outcome
+from everstep.core.gating import Door, Examined, Word, decide_door, examined_by, of_used, passive, worst_of
+from everstep.core.gpu import Driver, Sweep
+from everstep.core.health import Severity, Verdict
+from everstep.core.health_policy import DEFAULT, HealthPolicy
+from everstep.core.host import HostSample
+from everstep.core.job import TrainJob
+from everstep.core.ledger import Event
+from everstep.core.monitor import HISTORY_SECONDS, XID, MonitorJob
+from everstep.core.segment import Heartbeat, Phase
+from everstep.host import health_policy
+from everstep.host import ledger as ledgers
+from everstep.host.exporter import Snapshot
+from everstep.host.gpus import GpuSampler
+from everstep.host.kernel_log import open_kernel_log
+from everstep.host.log_file import LogFiles, Source
+from everstep.host.log_follower import LogFollower
+from everstep.host.monitor import Hands, Monitor
+from everstep.host.monitor_watch import HostWatch, Training, Watch
+from everstep.host.telemetry_gate import TelemetryGate
+from everstep.store.layout import RunPlaces
+
+ABSENT_SECONDS = 60.0
+SLICE_SECONDS = 0.25
+SETTLE_SECONDS = 1.5
+REMEDY = "everstep.node.remedy"
+_COMPUTES = frozenset({Phase.train, Phase.save, Phase.eval})
+
+Tell = Callable[[GateReport], None]
+
+
+class Trial(Protocol):
+    """An active test; `everstep.host.active_gate.ActiveGate` is one. Nothing of it waits but `close`."""
+
+    @property
+    def running(self) -> bool: ...
+
+    def start(self, devices: Sequence[str], *, seconds: float) -> None: ...
+
+    def poll(self) -> GateReport | None: ...
+
+    def close(self) -> None: ...
+
+
+def _active(token: str, log: Path) -> Trial:
+    from everstep.host.active_gate import ActiveGate  # few runs ever come here
+
+    return ActiveGate(token, log)
+
+
+class HealthGate:
+    """For the life of a flow run. `record` appends an event to the run's journal, `tell` shows a report to others."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        places: RunPlaces,
+        token: str,
+        record: Callable[..., None],
+        tell: Tell,
+        ledger_uri: str = "",
+        *,
+        make: Callable[[], GpuSampler] = GpuSampler,
+        test: Callable[[str, Path], Trial] = _active,
+    ) -> None:
+        self._job = job
+        self._places = places
+        self._token = token
+        self._record = record
+        self._tell = tell
+        self._ledger_uri = ledger_uri
+        self._make = make
+        self._make_test = test
+        self._settings = job.health
+        self._node = os.uname().nodename
+        self._policy: HealthPolicy = DEFAULT
+        self._beats: Sequence[Heartbeat | None] = ()
+        self._used: frozenset[str] = frozenset()
+        self._waits = False
+        self._word = Word()
+        self._tested: Examined | None = None
+        self._doubt = ""
+        self._monitor: Monitor | None = None
+        self._kept = _Kept(self)
+        self._ended: list[tuple[int | None, int]] = []
+        self._trouble = "the gates have not begun"
+        self._judged_at = 0.0
+        self._over = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="everstep-health", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch, where the job may use GPUs at all. Raises ValueError for a policy that cannot be read."""
+        if self._settings.policy:
+            self._policy = health_policy.load_policy(Path(self._settings.policy))
+        if not self._settings.gates:
+            self._trouble = "health.gates is false"
+        elif self._job.device == "cpu" and self._settings.gpus == "used":
+            self._trouble = "the job trains on the CPU"
+        else:
+            self._thread.start()
+
+    def ask(self, beats: Sequence[Heartbeat | None]) -> Word:
+        """The newest word, at once. The supervisor tells what it knows of the ranks with it."""
+        self._beats = beats
+        there = [one for one in beats if one is not None]
+        waits = bool(there) and len(there) == len(beats) and all(one.phase is Phase.wait for one in there)
+        if waits and not self._waits:
+            self._wake.set()
+        self._waits = waits
+        if self._settings.gpus == "used":
+            used = frozenset(one.gpu for one in there if one.gpu)
+            if used and used != self._used:
+                self._used = used
+                self._wake.set()
+        return self._word
+
+    def look(self, step: int | None, segment: int) -> GateReport:
+        """The passive gate, in line: what the newest samples say of the GPUs that count. Milliseconds."""
+        began = time.perf_counter()
+        monitor, sweep = self._monitor, self._kept.sweep
+        names = {one.uuid: f"GPU {one.index}" for one in sweep.gpus if one.index is not None} if sweep else {}
+        why = self._trouble or (sweep.why if sweep and sweep.driver is not Driver.present else "")
+        checks, verdict = passive(monitor.verdict if monitor else None, sweep, self._used, names, why)
+        spent = time.perf_counter() - began
+        self._ended.append((step, segment))
+        self._wake.set()
+        return GateReport(
+            gate="passive",
+            time=time.time(),
+            seconds=round(spent, 6),
+            step=step,
+            segment=segment,
+            checks=checks,
+            verdict=verdict,
+        )
+
+    def verdict(self, *, settled: bool = True) -> Verdict | None:
+        """The verdict on the GPUs that the run uses; None where nothing measures any.
+
+        `settled` waits for a judgement that is newer than now, a second or so: an attempt has just ended, and the reason
+        may be on its way.
+        """
+        if not self._used or not self._thread.is_alive():
+            return None
+        asked, until = time.time(), time.monotonic() + SETTLE_SECONDS
+        while settled and self._judged_at < asked and time.monotonic() < until and not self._over.wait(0.02):
+            self._wake.set()
+        monitor = self._monitor
+        if monitor is None or monitor.verdict is None:
+            return None
+        found = {uuid: one for uuid, one in monitor.verdict.gpus.items() if uuid in self._used}
+        return worst_of(found, self._tested)
+
+    def close(self) -> None:
+        """End the thread and all that it started; what hangs in a driver is left to the sweep of the run's processes."""
+        self._over.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._watch()
+            except Exception as error:  # noqa: BLE001 - the edge of the thread: unknown is not failed, the door opens
+                self._word = Word()
+                self._trouble = f"the gates stumbled: {type(error).__name__}: {error}"
+                self._record("gate.unknown", severity=Severity.medium, text=self._trouble)
+                self._over.wait(ABSENT_SECONDS)
+
+    def _watch(self) -> None:
+        """Watch until the run ends; without a driver, look again once in a while."""
+        with self._make() as gpus:
+            if (first := gpus.start()).driver is not Driver.present:
+                self._kept.sweep = first
+                self._trouble = first.why or f"GPU driver: {first.driver.value}"
+        if first.driver is not Driver.present:
+            until = time.monotonic() + ABSENT_SECONDS
+            while not self._over.is_set() and not self._used and time.monotonic() < until:
+                self._wake.wait(1.0)
+                self._wake.clear()
+            self._over.wait(1.0)
+            return
+        with ExitStack() as held:
+            monitor = self._assemble(held)
+            telemetry = TelemetryGate(
+                self._places.persistent / "telemetry",
+                self._places.local / "telemetry-gate",
+                self._token,
+                self._node,
+                self._settings.every_seconds,
+            )
+            held.callback(telemetry.close)
+            test = self._make_test(f"{self._token}/test", self._places.persistent / "logs" / "gate.log")
+            held.callback(test.close)
+            self._kept.telemetry = telemetry
+            self._trouble, self._monitor = "", monitor
+            while not self._over.is_set():
+                monitor.step(SLICE_SECONDS)
+                if self._wake.is_set():
+                    self._wake.clear()
+                self._judge(monitor, test)
+                self._judge_telemetry(telemetry)
+
+    def _assemble(self, held: ExitStack) -> Monitor:
+        """A monitor whose samples, findings and events stay with this run."""
+        kernel, _ = open_kernel_log("")
+        logs = LogFiles((f"{self._places.persistent}/logs/attempt-*.log",))
+        sources: list[Source] = [*([kernel] if kernel else []), logs]
+        watch = Watch(LogFollower(sources), None)
+        host = HostWatch()
+        for one in (watch, host):
+            held.callback(one.close)
+            one.start()
+        gpus = held.enter_context(self._make())
+        gpus.start()
+        self._kept.watch = watch
+        settings = MonitorJob(every_seconds=self._settings.every_seconds)
+        hands = Hands(gpus, host, watch, self._kept, self._kept)
+        return Monitor(settings, hands, policy=self._policy, past=self._past())
+
+    def _past(self) -> list[Event]:
+        """What the ledger knows of this node: earlier Xids of its GPUs, and remedies."""
+        events: list[Event] = []
+        since = time.time() - HISTORY_SECONDS
+        with suppress(Exception):  # a ledger that is away costs the history, and nothing else
+            for kind in (XID, REMEDY):
+                events += ledgers.events(self._ledger_uri, kind=kind, since=since)
+        return events
+
+    def _judge(self, monitor: Monitor, test: Trial) -> None:
+        """The word, from the newest verdict and test; and the test itself, where one is due or running."""
+        sweep, found = self._kept.sweep, monitor.verdict
+        if sweep is None or found is None:
+            return
+        if self._settings.gpus == "all":
+            self._used = frozenset(one.uuid for one in sweep.gpus)
+        self._training()
+        verdicts = of_used(found, sweep, self._used)
+        report = test.poll()
+        if report is not None:
+            self._tested = examined_by(report, verdicts, self._tested)
+            self._show(report.model_copy(update={"step": self._step}))
+        word = decide_door(verdicts, self._tested, time.time(), may_test=self._settings.test != "never")
+        if word.door is Door.hold and self._waits and not test.running:
+            devices = [one.gpu or "cpu" for one in self._beats if one is not None]
+            self._record("gate.testing", step=self._step, text=word.why)
+            test.start(devices, seconds=self._settings.test_seconds)
+        if word.door is not self._word.door and word.door is not Door.open:
+            severity = word.verdict.severity if word.verdict else Severity.medium
+            self._record(
+                f"gate.health_{word.door.value}", step=self._step, severity=severity, text=word.why, passed=False
+            )
+        self._word = word
+        self._judged_at = found.time
+
+    def _judge_telemetry(self, telemetry: TelemetryGate) -> None:
+        while self._ended:
+            step, segment = self._ended.pop(0)
+            telemetry.ends(step, segment, self._policy.of().alarm_c)
+        report = telemetry.poll(self._used)
+        if report is not None:
+            self._show(report)
+
+    def _training(self) -> None:
+        """Tell the monitor whether the ranks compute now: idle GPUs are a sign only then."""
+        watch = self._kept.watch
+        if watch is None:
+            return
+        computes = any(one is not None and one.phase in _COMPUTES for one in self._beats)
+        if not computes:
+            watch.training = Training(job=self._job.name)
+        elif not watch.training.computes:
+            watch.training = Training(computes=True, since=time.time(), job=self._job.name)
+
+    def _show(self, report: GateReport) -> None:
+        record(report, self._record)
+        self._tell(report)
+
+    @property
+    def _step(self) -> int | None:
+        return max((one.step for one in self._beats if one is not None), default=None)
+
+
+def record(report: GateReport, say: Callable[..., None]) -> None:
+    """A gate's report as an event of the run: `gate.passive`, `gate.active`, `gate.training`, `gate.telemetry`."""
+    bad = report.outcome is Outcome.failed
+    severity = report.verdict.severity if bad and report.verdict else Severity.medium if bad else Severity.low
+    said = {Outcome.passed: True, Outcome.failed: False, Outcome.not_measured: None}[report.outcome]
+    say(
+        f"gate.{report.gate}",
+        step=report.step,
+        severity=severity,
+        text=report.sentence,
+        passed=said,
+        outcome=report.outcome.value,
+        seconds=report.seconds,
+        segment=report.segment,
+        checks=[one.model_dump(mode="json") for one in report.checks],
+        state=report.verdict.state.value if report.verdict else None,
+        action=report.verdict.action.value if report.verdict else None,
+    )
+
+
+class _Kept:
+    """What the gate's monitor hands over: the newest sweep, samples for the telemetry gate, events for the journal."""
+
+    def __init__(self, gate: HealthGate) -> None:
+        self.lost = self.lost_rows = 0
+        self.troubles: tuple[str, ...] = ()
+        self.sweep: Sweep | None = None
+        self.host: HostSample | None = None
+        self.telemetry: TelemetryGate | None = None
+        self.watch: Watch | None = None
+        self._gate = gate
+
+    def take(self, sweep: Sweep | None = None, host: HostSample | None = None) -> None:
+        self.host = host or self.host
+        if sweep is not None:
+            self.sweep = sweep
+            if self.telemetry is not None:
+                self.telemetry.take(sweep)
+
+    def tell(self, event: Event) -> None:
+        """Events of GPUs that the run does not use are a monitor's affair."""
+        uuid = str(event.data.get("uuid") or "")
+        if uuid and uuid not in self._gate._used:  # noqa: SLF001 - its own other half
+            return
+        if not uuid and event.severity.rank > Severity.high.rank:
+            return
+        data = {("finding" if name == "kind" else name): value for name, value in event.data.items()}
+        self._gate._record(event.kind, severity=event.severity, text=event.text, at=event.time, **data)  # noqa: SLF001
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Nobody scrapes a run."""
