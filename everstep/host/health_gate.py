@@ -330,6 +330,7 @@ class _Kept:
         self.telemetry: TelemetryGate | None = None
         self.watch: Watch | None = None
         self._gate = gate
+        self._began = time.time()
 
     def take(self, sweep: Sweep | None = None, host: HostSample | None = None) -> None:
         self.host = host or self.host
@@ -343,8 +344,8 @@ class _Kept:
         uuid = str(event.data.get("uuid") or "")
         if uuid and uuid not in self._gate._used:  # noqa: SLF001 - its own other half
             return
-        if not uuid and event.severity.rank > Severity.high.rank:
-            return
+        if not uuid and (event.severity.rank > Severity.high.rank or event.time < self._began):
+            return  # what the kernel's log says of the node's past is no news of this run
         data = {("finding" if name == "kind" else name): value for name, value in event.data.items()}
         self._gate._record(event.kind, severity=event.severity, text=event.text, at=event.time, **data)  # noqa: SLF001
 

@@ -48,7 +48,8 @@ def test_a_healthy_cpu_measures_what_it_can_and_says_what_it_cannot():
     assert all(one.wrong == 0 and not one.error for one in parts.values())
     assert set(parts["matmul"].speeds) == {Speed.bf16, Speed.fp32}
     assert parts["memory"].speeds[Speed.memory] > 0
-    assert all(parts[name].compared > 100_000 for name in ("matmul", "memory"))
+    least = 2 * examiner.SIZES_CPU[0] ** 2
+    assert all(parts[name].compared >= least for name in ("matmul", "memory"))
     assert (parts["host_copy"].compared, parts["host_copy"].why) == (0, "a CPU has no way to its host")
     assert parts["all_reduce"].why == "there is one rank only"
 
