@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 import urllib.request
 import uuid
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -282,3 +284,12 @@ def test_a_listener_that_hangs_or_fails_costs_who_tells_nothing():
     await_(lambda: len(heard) >= 5, lambda: heard)
     assert heard[:3] == ["0", "1", "2"]
     assert listener.close(PATIENCE)
+
+
+def test_the_example_file_is_right_and_the_page_lists_every_field():
+    root = Path(__file__).parents[2]
+    job = monitoring.asked([str(root / "jobs" / "monitor.yaml")])
+    assert job.metrics_port == 9400
+    options = (root / "docs" / "monitor.md").read_text().partition("## Options")[2].partition("## Events")[0]
+    rows = [line.split("|")[1] for line in options.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(MonitorJob.model_fields)
