@@ -11,10 +11,10 @@ from everstep.core.gating import (
     Door,
     Examined,
     decide_door,
+    examined_by,
     no_numbers,
     of_used,
     passive,
-    examined_by,
     worst_of,
 )
 from everstep.core.gpu import Answer, Driver
