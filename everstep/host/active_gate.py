@@ -28,7 +28,7 @@ COMMAND = (sys.executable, "-m", "everstep.trainer.exam")
 START_SECONDS = 120.0
 """Importing torch and waking a GPU may take so long; a rank that is not ready then does not take part."""
 
-MEASURING_SHARE = 0.25
+MEASURING_SHARE = 0.2
 """Of the seconds that a test may take; the rest is for what cannot be cut short, and for a machine that is busy."""
 
 PATIENCE_SHARE = 0.6
@@ -81,7 +81,7 @@ class ActiveGate:
     def start(self, devices: Sequence[str], *, seconds: float = 20.0, memory_bytes: int | None = None) -> None:
         """Begin to test these devices, each a GPU's UUID or `cpu`; one rank for each. Returns at once.
 
-        `seconds` is what the test may take once its processes are up, of which a quarter is measuring. `memory_bytes` is
+        `seconds` is what the test may take once its processes are up, of which a fifth is measuring. `memory_bytes` is
         what one part of it may take of a device, at most; see `core.exam.Task`. A machine that cannot start processes is
         no error: the report says that nothing was measured.
         """

@@ -1,5 +1,6 @@
 """The part of the test that all ranks of a machine take together: a sum over them."""
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -39,7 +40,8 @@ def all_reduce(task: Task, device: Device, seconds: float) -> Measured:
         else:
             rates.append(2 * (ranks - 1) / ranks * 4 * count / spent / 1e9)
         at += 1
-    _wait(store, "left", task)  # the first to leave must not take the connections away
+    with suppress(RuntimeError):  # rank 0 has taken the store with it: it left when all had come so far
+        _wait(store, "left", task)  # the first to leave must not take the connections away
     large = device.is_cpu or 4 * count >= ENOUGH
     why = "" if large else f"only {device.memory >> 20} MiB may be taken, too few for a speed"
     return tally.measured(Part.all_reduce, {Speed.all_reduce: max(rates)} if large else {}, why)

@@ -1,5 +1,7 @@
 """Floors by model, and the judgement of an active test."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +43,14 @@ def test_every_row_can_be_reached_and_has_its_source(row):
     assert any(Floors().of(model, row.ranks or 1).get(row.speed) == row.value for model in models)
     assert row.source
     assert row.unit == row.speed.unit
+
+
+def test_the_page_lists_the_floors():
+    page = (Path(__file__).parents[2] / "docs" / "health.md").read_text(encoding="utf-8")
+    rows = [
+        f"| `{row.speed.value}` | {row.value:g} {row.unit} | {row.ranks or ''} | {row.source} |" for row in shipped()
+    ]
+    assert [row for row in rows if row not in page] == []
 
 
 def test_a_model_has_its_own_floors_and_a_part_of_it_none():

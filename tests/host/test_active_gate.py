@@ -157,7 +157,7 @@ def test_the_tasks_share_budget_threads_and_memory(play):
     ).run(["cpu", "GPU-5a"], seconds=20, memory_bytes=77)
     told = {one.figures["rank"]: json.loads(one.why) for one in report.checks if one.why.startswith("[")}
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert told == {0: [5.0, threads, 77, "", "cpu"], 1: [5.0, threads, 77, "GPU-5a", "cuda:0"]}
+    assert told == {0: [4.0, threads, 77, "", "cpu"], 1: [4.0, threads, 77, "GPU-5a", "cuda:0"]}
     assert {one.figures.get("uuid") for one in report.checks if one.figures.get("rank") == 1} == {"GPU-5a"}
 
 
