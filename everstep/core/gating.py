@@ -21,8 +21,17 @@ from everstep.core.record import Record
 AGAIN_SECONDS = 3600.0
 """After an active test that was passed, the same causes ask for another one only when so long has gone by."""
 
+SILENT_SECONDS = 15.0
+"""Three periods of five seconds (`core.gpu.SILENT_PERIODS`): by then missing telemetry is an alarm."""
+
+SILENT = "telemetry is silent"
+
+BUSY_TRIES = 4
+"""A test that could not measure anything is tried so often: something else may hold the device just then."""
+
 RULE = "no GPU that the run uses is failed by the policy; a suspect one is tested before training goes on"
 NO_NUMBERS = ("finite_loss", "finite_gradients", "finite_weights")
+_OF_SILENCE = ("it does not answer", "it is missing", "nothing is known of it")
 _FIRM = (Answer.ok, Answer.lost, Answer.reset_required)
 """Answers by which a GPU says something of itself; the others are silence."""
 
@@ -54,8 +63,12 @@ class Examined(Record):
     condemned: dict[str, Verdict] = Field({}, description="verdicts by GPU that failed the test")
 
 
-def of_used(found: NodeVerdict, sweep: Sweep, used: Collection[str]) -> dict[str, Verdict]:
-    """The verdicts on the GPUs that count here. One of which nothing is known is unknown."""
+def of_used(
+    found: NodeVerdict, sweep: Sweep, used: Collection[str], patience: float = SILENT_SECONDS
+) -> dict[str, Verdict]:
+    """The verdicts on the GPUs that count here. One of which nothing is known is unknown; after `patience` seconds of
+    silence it is suspect, so that it is tested before training goes on.
+    """
     answers = {one.uuid: one for one in sweep.gpus}
     verdicts = {}
     for uuid in sorted(used):
@@ -64,10 +77,23 @@ def of_used(found: NodeVerdict, sweep: Sweep, used: Collection[str]) -> dict[str
         if verdict is None:
             why = "the driver lists no such GPU" if sweep.driver is Driver.present else sweep.why or sweep.driver.value
             verdict = Verdict(state=State.unknown, reasons=(why,), severity=Severity.medium)
-        elif verdict.state is State.failed and not _is_firm(sweep, sample.answer if sample else None):
-            verdict = verdict.model_copy(update={"state": State.unknown})
+        elif not _is_firm(sweep, sample.answer if sample else None) and not _has_proof(verdict):
+            verdict = _silent(verdict, max(sweep.silent_s, sample.silent_s if sample else 0.0), patience)
         verdicts[uuid] = verdict
     return verdicts
+
+
+def _has_proof(verdict: Verdict) -> bool:
+    """Whether a GPU that says nothing now has failed for what it said before: its last evidence stays."""
+    return verdict.state is State.failed and not verdict.reasons[0].startswith(_OF_SILENCE)
+
+
+def _silent(verdict: Verdict, seconds: float, patience: float) -> Verdict:
+    """What is made of a GPU that says nothing: missing telemetry is itself an alarm, and no proof."""
+    if seconds < patience:
+        return verdict.model_copy(update={"state": State.unknown})
+    reason = f"{SILENT} for {seconds:.0f} s"
+    return Verdict(state=State.suspect, reasons=(reason,), action=verdict.action, severity=Severity.medium)
 
 
 def _is_firm(sweep: Sweep, answer: Answer | None) -> bool:
@@ -86,6 +112,12 @@ def decide_door(verdicts: Mapping[str, Verdict], tested: Examined | None, now: f
     if doubtful and may_test:
         return Word(door=Door.hold, why=_said(doubtful), verdict=_joined(doubtful))
     return Word()
+
+
+def is_silent(verdicts: Mapping[str, Verdict]) -> bool:
+    """Whether silence is all that speaks against the GPUs: then a test that hangs as well need not be tried again."""
+    doubtful = [one for one in verdicts.values() if one.state is State.suspect]
+    return all(one.reasons[0].startswith(SILENT) for one in doubtful)
 
 
 def untested(uuid: str, verdict: Verdict, tested: Examined | None, now: float) -> bool:

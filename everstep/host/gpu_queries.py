@@ -18,13 +18,14 @@ NOT_OFFERED = frozenset(
         nvml.NVML_ERROR_FUNCTION_NOT_FOUND,
         nvml.NVML_ERROR_NO_PERMISSION,
         nvml.NVML_ERROR_NO_DATA,
-        nvml.NVML_ERROR_NOT_FOUND,
         nvml.NVML_ERROR_INVALID_ARGUMENT,
         nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
         nvml.NVML_ERROR_DEPRECATED,
         nvml.NVML_ERROR_NOT_READY,
     }
 )
+MAY_BE_MISSING = frozenset({"mig", "links", "link_errors", "processes"})
+"""Queries about a part that may not be there: "not found" is an answer to these, and a trouble of any other."""
 OF_THE_WHOLE = {
     nvml.NVML_ERROR_GPU_IS_LOST: "lost",
     nvml.NVML_ERROR_RESET_REQUIRED: "reset_required",
@@ -124,7 +125,8 @@ class _Reading:
         except nvml.NVMLError as error:
             if error.value in OF_THE_WHOLE:
                 raise Gone(OF_THE_WHOLE[error.value], f"{query}: {error}") from None
-            if error.value not in NOT_OFFERED:
+            missing = error.value == nvml.NVML_ERROR_NOT_FOUND and query in MAY_BE_MISSING
+            if error.value not in NOT_OFFERED and not missing:
                 self._trouble(query, str(error))
             return None
 

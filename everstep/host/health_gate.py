@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Protocol
 
 from everstep.core.check import GateReport, Outcome
-from everstep.core.gating import Door, Examined, Word, decide_door, examined_by, of_used, passive, worst_of
+from everstep.core.gating import (
+    BUSY_TRIES,
+    Door,
+    Examined,
+    Word,
+    decide_door,
+    examined_by,
+    is_silent,
+    of_used,
+    passive,
+    worst_of,
+)
 from everstep.core.gpu import Driver, Sweep
 from everstep.core.health import Severity, Verdict
 from everstep.core.health_policy import DEFAULT, HealthPolicy
@@ -36,6 +47,7 @@ from everstep.store.layout import RunPlaces
 
 ABSENT_SECONDS = 60.0
 SLICE_SECONDS = 0.25
+BUSY_SECONDS = 1.0
 SETTLE_SECONDS = 1.5
 REMEDY = "everstep.node.remedy"
 _COMPUTES = frozenset({Phase.train, Phase.save, Phase.eval})
@@ -93,7 +105,7 @@ class HealthGate:
         self._waits = False
         self._word = Word()
         self._tested: Examined | None = None
-        self._doubt = ""
+        self._tries = 0
         self._monitor: Monitor | None = None
         self._kept = _Kept(self)
         self._ended: list[tuple[int | None, int]] = []
@@ -256,8 +268,15 @@ class HealthGate:
         verdicts = of_used(found, sweep, self._used)
         report = test.poll()
         if report is not None:
-            self._tested = examined_by(report, verdicts, self._tested)
+            self._tries += 1
             self._show(report.model_copy(update={"step": self._step}))
+            busy = report.outcome is Outcome.not_measured and not is_silent(verdicts)
+            if busy and self._tries < BUSY_TRIES:
+                self._over.wait(BUSY_SECONDS)
+                report = None
+        if report is not None:
+            self._tries = 0
+            self._tested = examined_by(report, verdicts, self._tested)
         word = decide_door(verdicts, self._tested, time.time(), may_test=self._settings.test != "never")
         if word.door is Door.hold and self._waits and not test.running:
             devices = [one.gpu or "cpu" for one in self._beats if one is not None]

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from rigs.telemetry import NOW, evidence, gpu, sweep, xid
+from rigs.telemetry import HEALTHY, NOW, evidence, gpu, sweep, xid
 
 from everstep.core import check
 from everstep.core.check import GateReport, Outcome
@@ -12,6 +12,7 @@ from everstep.core.gating import (
     Examined,
     decide_door,
     examined_by,
+    is_silent,
     no_numbers,
     of_used,
     passive,
@@ -38,14 +39,35 @@ def test_a_failed_gpu_that_the_run_uses_closes_the_door_and_another_does_not():
     assert decide_door(of_used(found, newest, ()), None, NOW).door is Door.open
 
 
-def test_a_driver_that_is_silent_stops_no_training_that_goes_on():
+def test_missing_telemetry_closes_the_gate_for_new_segments_until_a_test_and_stops_nobody():
+    """BC-140: within three periods it is an alarm; a training that goes on is not stopped for it."""
     silent = sweep(gpu(0, answer=Answer.unresponsive, silent_s=3600.0), gpu(1))
     found = judge(evidence(silent))
     assert found.gpus["GPU-0"].state is State.failed, "the monitor and the end of an attempt say so"
-    assert of_used(found, silent, {"GPU-0"})["GPU-0"].state is State.unknown
-    assert decide_door(of_used(found, silent, {"GPU-0"}), None, NOW).door is Door.open
+    held = of_used(found, silent, {"GPU-0"})
+    assert decide_door(held, None, NOW).door is Door.hold
+    assert "telemetry is silent for 3600 s" in decide_door(held, None, NOW).why
+    tested = examined_by(GateReport(gate="active", time=NOW), held, None)
+    later = sweep(gpu(0, answer=Answer.unresponsive, silent_s=3700.0, why="the driver hung in it"))
+    assert decide_door(of_used(judge(evidence(later)), later, {"GPU-0"}), tested, NOW + 100).door is Door.open
     gone = sweep(gpu(0), driver=Driver.silent, why="no answer", silent_s=3600.0)
-    assert decide_door(of_used(judge(evidence(gone)), gone, {"GPU-0"}), None, NOW).door is Door.open
+    assert decide_door(of_used(judge(evidence(gone)), gone, {"GPU-0"}), None, NOW).door is Door.hold
+
+
+def test_a_moment_without_an_answer_holds_nobody_and_the_last_evidence_stays():
+    short = sweep(gpu(0, answer=Answer.unresponsive, silent_s=4.0))
+    assert of_used(judge(evidence(short)), short, {"GPU-0"})["GPU-0"].state is State.unknown
+    sick = sweep(gpu(0, ecc_uncorrected_volatile=2), time=NOW - 10)
+    blank = dict.fromkeys(HEALTHY.keys() - {"model"})
+    silent = sweep(gpu(0, answer=Answer.unresponsive, silent_s=10.0, **blank))
+    found = judge(evidence(sick, silent))
+    assert decide_door(of_used(found, silent, {"GPU-0"}), None, NOW).door is Door.closed
+
+
+def test_a_test_that_could_not_be_made_is_tried_again_unless_silence_is_all():
+    """BC-151: inconclusive is not unhealthy."""
+    assert not is_silent({"GPU-0": HOT})
+    assert is_silent({"GPU-0": HOT.model_copy(update={"reasons": ("telemetry is silent for 20 s",)}), "GPU-1": WELL})
 
 
 def test_a_suspect_gpu_is_tested_first_and_the_same_cause_not_again():

@@ -24,17 +24,15 @@ class Test:
     def __init__(self, *_):
         self.asked = []
         self.answer = None
-        self.closed = False
-
-    @property
-    def running(self):
-        return bool(self.asked) and self.answer is None
+        self.closed = self.running = False
 
     def start(self, devices, *, seconds):
+        self.running = True
         self.asked.append((list(devices), seconds))
 
     def poll(self):
         answer, self.answer = self.answer, None
+        self.running = self.running and answer is None
         return answer
 
     def close(self):
@@ -174,14 +172,35 @@ def test_never_tested_is_told_and_goes_on(open_desk, fake):
     assert not desk.test.asked
 
 
-def test_a_driver_that_hangs_opens_no_other_door(open_desk, fake):
+def test_a_driver_that_hangs_is_an_alarm_and_the_gpus_are_tested_before_training_goes_on(open_desk, fake):
+    """BC-140. Nothing is stopped for silence, whatever the test can see."""
     desk = open_desk()
-    desk.beat(fake.uuid(0))
+    desk.beat(fake.uuid(0), phase=Phase.wait)
     desk.await_(lambda _: desk.looked().outcome is Outcome.passed)
     fake.hang("temperature")
-    desk.await_(lambda _: desk.looked().outcome is Outcome.not_measured)
-    assert desk.gate.ask(desk.beats).door is Door.open
-    fake.answer("temperature")
+    desk.await_(lambda _: desk.looked().checks[0].outcome is Outcome.not_measured)
+    assert desk.gate.ask(desk.beats).door is Door.open, "unknown at first"
+    desk.await_(lambda _: desk.test.asked, seconds=40)
+    unknown = check.not_measured("matmul", "exact", "no answer in 20 s", uuid=fake.uuid(0))
+    desk.test.answer = GateReport(gate="active", time=time.time(), checks=(unknown,))
+    desk.await_(lambda word: word.door is Door.open)
+    assert len(desk.test.asked) == 1
+    assert "gate.health_closed" not in desk.kinds()
+
+
+def test_a_busy_test_is_tried_again_and_in_the_end_inconclusive(open_desk, fake):
+    """BC-151: busy is not unhealthy."""
+    desk = open_desk()
+    desk.beat(fake.uuid(0), phase=Phase.wait)
+    fake.set(0, temperature=88)
+    busy = check.not_measured("matmul", "exact", "no memory is free", uuid=fake.uuid(0))
+    for tries in range(1, 5):
+        desk.await_(lambda _, tries=tries: len(desk.test.asked) == tries)
+        assert desk.gate.ask(desk.beats).door is Door.hold
+        desk.test.answer = GateReport(gate="active", time=time.time(), checks=(busy,))
+    desk.await_(lambda word: word.door is Door.open)
+    assert "gate.health_closed" not in desk.kinds()
+    assert [one.outcome for one in desk.reports] == [Outcome.not_measured] * 4
 
 
 def test_without_a_gpu_or_a_driver_nothing_is_measured(open_desk, fake, tmp_path):
