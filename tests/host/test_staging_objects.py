@@ -350,18 +350,17 @@ def test_a_stager_killed_at_any_step_goes_on(put, s3_server, bucket, prefix, loc
 def test_leftovers_of_killed_stagers_do_not_grow(put, s3_server, bucket, prefix, local, tmp_path):
     """Case BC-126: killed three times on one machine, and no start trips over what the others left."""
     put({f"{number:03}.txt": f"{number}\n".encode() * 500 for number in range(150)})
-    plan, left = tmp_path / "plan.json", []
-    env = dict(os.environ) | s3_server.env() | {"EVERSTEP_FAULTS": str(plan)}
+    left = []
+    env = dict(os.environ) | s3_server.env()
     command = [sys.executable, "-c", CODE, f"s3://{bucket}/{prefix}", str(local)]
     for hit in (2, 5, 8):
+        plan = tmp_path / f"plan-{hit}.json"  # its own: who outlives the killed one for a moment fires no other's
         plan.write_text(json.dumps([{"point": "stage.whole", "hit": hit}]))
-        for fired in tmp_path.glob("plan.json.*"):
-            fired.unlink()
-        killed = subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
+        faulty = env | {"EVERSTEP_FAULTS": str(plan)}
+        killed = subprocess.run(command, env=faulty, capture_output=True, timeout=60, check=False)
         assert killed.returncode == -9, killed.stderr
         left.append({path.name for path in (local / "datasets").rglob("*") if "data" not in path.parts})
     assert [len([name for name in names if len(name) == 16]) <= 8 for names in left] == [True] * 3
-    plan.write_text("[]")
     assert subprocess.run(command, env=env, capture_output=True, timeout=60, check=False).returncode == 0
     kinds = sorted(path.suffix or path.name[:7] for path in (local / "datasets").iterdir() if path.name[0] == ".")
     assert kinds == [".lock", ".lock", ".use"]

@@ -161,7 +161,7 @@ def test_detection_of_a_kill_takes_a_fraction_of_a_second(case):
 
 
 def test_a_rank_that_says_why_is_believed(case):
-    one = case(ranks=2, config={"bad": {"raise": {"rank": 0, "step": 12}}})
+    one = case(ranks=2, config={"step_seconds": 0.05, "bad": {"raise": {"rank": 0, "step": 12}}})
     one.start()
     segments, end = one.end()
     assert [result.segment for result in segments] == [1]
