@@ -30,6 +30,10 @@ BUSY_TRIES = 4
 """A test that could not measure anything is tried so often: something else may hold the device just then."""
 
 RULE = "no GPU that the run uses is failed by the policy; a suspect one is tested before training goes on"
+FOR_GOOD = 20
+"""Losses in a row that are no numbers, after which no program gets better by itself. PyTorch's scaler halves its scale with
+each skipped step, from 65,536: it is at its end after 16."""
+
 NO_NUMBERS = ("finite_loss", "finite_gradients", "finite_weights")
 _OF_SILENCE = ("it does not answer", "it is missing", "nothing is known of it")
 _FIRM = (Answer.ok, Answer.lost, Answer.reset_required)
@@ -160,9 +164,20 @@ def _condemned(wrong: Iterable[Check]) -> Verdict:
 
 
 def no_numbers(report: GateReport) -> str:
-    """Why what was trained in a segment must be thrown away: a loss, gradients or weights that are no numbers."""
-    wrong = [one for one in report.checks if one.outcome is Outcome.failed and one.name in NO_NUMBERS]
+    """Why what was trained in a segment must be thrown away: a loss, gradients or weights that stay no numbers.
+
+    A program may skip a bad step by itself: one value that is none is told, and stops nobody while the weights are finite.
+    """
+    failures = [one for one in report.checks if one.outcome is Outcome.failed and one.name in NO_NUMBERS]
+    wrong = [one for one in failures if one.name == "finite_weights" or _stays(one)]
     return "; ".join(f"{one.name.replace('_', ' ')}: {one.why}" for one in wrong)
+
+
+def _stays(found: Check) -> bool:
+    measured, run = found.figures.get("measured"), found.figures.get("longest_run")
+    if not isinstance(measured, int) or not isinstance(run, int):
+        return False
+    return run >= FOR_GOOD or (run == measured and measured > 1)
 
 
 def worst_of(verdicts: Mapping[str, Verdict], tested: Examined | None) -> Verdict:
