@@ -5,7 +5,7 @@ Xid that says so, uncorrectable errors, a GPU that fell off the bus, an active t
 answer is none while the ranks go on making steps; how a rank that hangs is judged is the supervisor's business.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from pydantic import Field
@@ -35,6 +35,12 @@ FOR_GOOD = 20
 each skipped step, from 65,536: it is at its end after 16."""
 
 NO_NUMBERS = ("finite_loss", "finite_gradients", "finite_weights")
+DOUBTFUL = {
+    "training": ("throughput", "slow_rank"),
+    "telemetry": ("temperature", "ecc", "remapped rows", "nvlink", "clocks"),
+}
+"""Failed checks by gate that a sick GPU may have caused."""
+
 _OF_SILENCE = ("it does not answer", "it is missing", "nothing is known of it")
 _FIRM = (Answer.ok, Answer.lost, Answer.reset_required)
 """Answers by which a GPU says something of itself; the others are silence."""
@@ -116,6 +122,32 @@ def decide_door(verdicts: Mapping[str, Verdict], tested: Examined | None, now: f
     if doubtful and may_test:
         return Word(door=Door.hold, why=_said(doubtful), verdict=_joined(doubtful))
     return Word()
+
+
+def doubts(report: GateReport, used: Collection[str], gpus: Mapping[int, str]) -> list[tuple[str, str]]:
+    """Which GPUs a failed check of another gate puts in doubt, and why. A slow rank is its own GPU's matter, else all are.
+
+    `gpus` has the GPU of each rank. What is no GPU's matter (a plateau, a slow disk, a starved sampler) puts none in doubt.
+    """
+    found = []
+    for one in report.checks:
+        if one.outcome is not Outcome.failed or one.name not in DOUBTFUL.get(report.gate, ()):
+            continue
+        rank = one.figures.get("rank")
+        blamed = [gpus[rank]] if isinstance(rank, int) and gpus.get(rank) in used else sorted(used)
+        found += [(uuid, f"{report.gate}: {one.name.replace('_', ' ')}: {one.why}") for uuid in blamed]
+    return found
+
+
+def doubted(verdicts: Mapping[str, Verdict], doubts: Mapping[str, Sequence[str]]) -> dict[str, Verdict]:
+    """The verdicts with what other gates hold against GPUs that the table finds healthy."""
+    found = dict(verdicts)
+    for uuid, reasons in doubts.items():
+        if uuid in found and found[uuid].state is State.healthy:
+            told = (*reasons, *found[uuid].reasons)
+            action = Action.diagnose_then_restart
+            found[uuid] = Verdict(state=State.suspect, reasons=told, action=action, severity=Severity.medium)
+    return found
 
 
 def is_silent(verdicts: Mapping[str, Verdict]) -> bool:

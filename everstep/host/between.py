@@ -58,6 +58,7 @@ def check_training(life: "Life", result: SegmentResult) -> GateReport:
             places, life.run.job, result, weights_finite=proven or None, heartbeats=life.beats, now=time.time()
         )
         life.told(report)
+        life.health.doubt(report)
         why = no_numbers(report)
         if why:
             tier = result.tier if result.tier in places.tiers else "local"

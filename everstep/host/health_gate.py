@@ -19,23 +19,24 @@ from everstep.core.gating import (
     Examined,
     Word,
     decide_door,
+    doubted,
+    doubts,
     examined_by,
     is_silent,
     of_used,
     passive,
     worst_of,
 )
-from everstep.core.gpu import Driver, Sweep
+from everstep.core.gpu import Driver
 from everstep.core.health import Severity, Verdict
 from everstep.core.health_policy import DEFAULT, HealthPolicy
-from everstep.core.host import HostSample
 from everstep.core.job import TrainJob
 from everstep.core.ledger import Event
 from everstep.core.monitor import HISTORY_SECONDS, XID, MonitorJob
 from everstep.core.segment import Heartbeat, Phase
-from everstep.host import health_policy
+from everstep.host import gate_reports, health_policy
 from everstep.host import ledger as ledgers
-from everstep.host.exporter import Snapshot
+from everstep.host.gate_reports import Kept
 from everstep.host.gpus import GpuSampler
 from everstep.host.kernel_log import open_kernel_log
 from everstep.host.log_file import LogFiles, Source
@@ -106,8 +107,9 @@ class HealthGate:
         self._word = Word()
         self._tested: Examined | None = None
         self._tries = 0
+        self._doubts: dict[str, tuple[str, ...]] = {}
         self._monitor: Monitor | None = None
-        self._kept = _Kept(self)
+        self._kept = Kept(record, lambda uuid: uuid in self._used)
         self._ended: list[tuple[int | None, int]] = []
         self._trouble = "the gates have not begun"
         self._judged_at = 0.0
@@ -160,6 +162,11 @@ class HealthGate:
             checks=checks,
             verdict=verdict,
         )
+
+    def doubt(self, report: GateReport) -> None:
+        """Another gate has found what a sick GPU may cause: the GPUs that it may be are tested before training goes on."""
+        for uuid, why in doubts(report, self._used, {one.rank: one.gpu for one in self._beats if one is not None}):
+            self._doubts = {**self._doubts, uuid: (*self._doubts.get(uuid, ()), why)}
 
     def verdict(self, *, settled: bool = True) -> Verdict | None:
         """The verdict on the GPUs that the run uses; None where nothing measures any.
@@ -265,7 +272,7 @@ class HealthGate:
         if self._settings.gpus == "all":
             self._used = frozenset(one.uuid for one in sweep.gpus)
         self._training()
-        verdicts = of_used(found, sweep, self._used)
+        verdicts = doubted(of_used(found, sweep, self._used), self._doubts)
         report = test.poll()
         if report is not None:
             self._tries += 1
@@ -277,6 +284,7 @@ class HealthGate:
         if report is not None:
             self._tries = 0
             self._tested = examined_by(report, verdicts, self._tested)
+            self._doubts = {}
         word = decide_door(verdicts, self._tested, time.time(), may_test=self._settings.test != "never")
         if word.door is Door.hold and self._waits and not test.running:
             devices = [one.gpu or "cpu" for one in self._beats if one is not None]
@@ -297,6 +305,7 @@ class HealthGate:
         report = telemetry.poll(self._used)
         if report is not None:
             self._show(report)
+            self.doubt(report)
 
     def _training(self) -> None:
         """Tell the monitor whether the ranks compute now: idle GPUs are a sign only then."""
@@ -310,63 +319,9 @@ class HealthGate:
             watch.training = Training(computes=True, since=time.time(), job=self._job.name)
 
     def _show(self, report: GateReport) -> None:
-        record(report, self._record)
+        gate_reports.record(report, self._record)
         self._tell(report)
 
     @property
     def _step(self) -> int | None:
         return max((one.step for one in self._beats if one is not None), default=None)
-
-
-def record(report: GateReport, say: Callable[..., None]) -> None:
-    """A gate's report as an event of the run: `gate.passive`, `gate.active`, `gate.training`, `gate.telemetry`."""
-    bad = report.outcome is Outcome.failed
-    severity = report.verdict.severity if bad and report.verdict else Severity.medium if bad else Severity.low
-    said = {Outcome.passed: True, Outcome.failed: False, Outcome.not_measured: None}[report.outcome]
-    say(
-        f"gate.{report.gate}",
-        step=report.step,
-        severity=severity,
-        text=report.sentence,
-        passed=said,
-        outcome=report.outcome.value,
-        seconds=report.seconds,
-        segment=report.segment,
-        checks=[one.model_dump(mode="json") for one in report.checks],
-        state=report.verdict.state.value if report.verdict else None,
-        action=report.verdict.action.value if report.verdict else None,
-    )
-
-
-class _Kept:
-    """What the gate's monitor hands over: the newest sweep, samples for the telemetry gate, events for the journal."""
-
-    def __init__(self, gate: HealthGate) -> None:
-        self.lost = self.lost_rows = 0
-        self.troubles: tuple[str, ...] = ()
-        self.sweep: Sweep | None = None
-        self.host: HostSample | None = None
-        self.telemetry: TelemetryGate | None = None
-        self.watch: Watch | None = None
-        self._gate = gate
-        self._began = time.time()
-
-    def take(self, sweep: Sweep | None = None, host: HostSample | None = None) -> None:
-        self.host = host or self.host
-        if sweep is not None:
-            self.sweep = sweep
-            if self.telemetry is not None:
-                self.telemetry.take(sweep)
-
-    def tell(self, event: Event) -> None:
-        """Events of GPUs that the run does not use are a monitor's affair."""
-        uuid = str(event.data.get("uuid") or "")
-        if uuid and uuid not in self._gate._used:  # noqa: SLF001 - its own other half
-            return
-        if not uuid and (event.severity.rank > Severity.high.rank or event.time < self._began):
-            return  # what the kernel's log says of the node's past is no news of this run
-        data = {("finding" if name == "kind" else name): value for name, value in event.data.items()}
-        self._gate._record(event.kind, severity=event.severity, text=event.text, at=event.time, **data)  # noqa: SLF001
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Nobody scrapes a run."""

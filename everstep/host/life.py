@@ -26,7 +26,7 @@ from everstep.core.summary import RunReport
 from everstep.host import (
     closing,
     code,
-    health_gate,
+    gate_reports,
     jobs,
     process,
     promotion,
@@ -148,7 +148,7 @@ class Life:
 
     def told(self, report: GateReport) -> None:
         """A gate's report goes into the journal, and is shown."""
-        health_gate.record(report, self.journal.record)
+        gate_reports.record(report, self.journal.record)
         self.show(report)
 
     @contextmanager

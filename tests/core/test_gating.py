@@ -11,6 +11,8 @@ from everstep.core.gating import (
     Door,
     Examined,
     decide_door,
+    doubted,
+    doubts,
     examined_by,
     is_silent,
     no_numbers,
@@ -116,6 +118,29 @@ def test_the_passive_gate_says_what_was_measured():
     assert verdict.state in (State.suspect, State.failed)
     assert passive(None, None, (), {}, "no GPU driver here")[0][0].why == "no GPU driver here"
     assert passive(found, newest, (), {}, "")[0][0].outcome is Outcome.not_measured
+
+
+def test_what_a_sick_gpu_may_have_caused_puts_it_in_doubt():
+    slow = check.failed("slow_rank", "no slower than 1/0.7 of its peers", "rank 1 needs 0.9 s", rank=1)
+    drop = check.failed("throughput", "80 % of its own", "70 %")
+    flat = check.failed("plateau", "gains", "none")
+    gpus = {0: "GPU-0", 1: "GPU-1"}
+
+    def doubted_by(*checks, gate="training"):
+        return [uuid for uuid, _ in doubts(GateReport(gate=gate, time=NOW, checks=checks), set(gpus.values()), gpus)]
+
+    assert doubted_by(slow, flat) == ["GPU-1"]
+    assert doubted_by(drop) == ["GPU-0", "GPU-1"]
+    assert doubted_by(flat) == []
+    assert doubted_by(check.failed("rows", "half", "none came"), gate="telemetry") == []
+    found = doubted({"GPU-0": WELL, "GPU-1": LOST}, {"GPU-0": ("training: throughput: 70 %",), "GPU-1": ("x",)})
+    assert found["GPU-0"].state is State.suspect
+    assert found["GPU-1"] is LOST
+    held = {"GPU-0": found["GPU-0"]}
+    assert decide_door(held, None, NOW).door is Door.hold
+    tested = examined_by(GateReport(gate="active", time=NOW), held, None)
+    again = doubted({"GPU-0": WELL}, {"GPU-0": ("training: throughput: 65 %",)})
+    assert decide_door(again, tested, NOW + 60).door is Door.open, "it was tested for that an hour ago at most"
 
 
 def test_numbers_that_are_none_are_named():
