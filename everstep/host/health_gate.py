@@ -32,7 +32,7 @@ from everstep.core.health import Severity, Verdict
 from everstep.core.health_policy import DEFAULT, HealthPolicy
 from everstep.core.job import TrainJob
 from everstep.core.ledger import Event
-from everstep.core.monitor import HISTORY_SECONDS, XID, MonitorJob
+from everstep.core.monitor import HISTORY_SECONDS, XID, MonitorJob, of_finding
 from everstep.core.segment import Heartbeat, Phase
 from everstep.host import gate_reports, health_policy
 from everstep.host import ledger as ledgers
@@ -123,10 +123,10 @@ class HealthGate:
             self._policy = health_policy.load_policy(Path(self._settings.policy))
         if not self._settings.gates:
             self._trouble = "health.gates is false"
-        elif self._job.device == "cpu" and self._settings.gpus == "used":
+            return
+        if not self._may_use_gpus:
             self._trouble = "the job trains on the CPU"
-        else:
-            self._thread.start()
+        self._thread.start()
 
     def ask(self, beats: Sequence[Heartbeat | None]) -> Word:
         """The newest word, at once. The supervisor tells what it knows of the ranks with it."""
@@ -194,31 +194,68 @@ class HealthGate:
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _may_use_gpus(self) -> bool:
+        return self._job.device != "cpu" or self._settings.gpus == "all"
+
     def _run(self) -> None:
+        """The ranks' own logs are followed always, the kernel's where GPUs may be used and it can be read."""
+        sources: list[Source] = [LogFiles((f"{self._places.persistent}/logs/attempt-*.log",))]
+        if self._may_use_gpus and (kernel := open_kernel_log("")[0]):
+            sources.append(kernel)
+        watch = Watch(LogFollower(sources), None)
+        watch.start()
+        try:
+            self._go_on(watch)
+        finally:
+            self._tell_findings(watch)
+            watch.close()
+
+    def _go_on(self, watch: Watch) -> None:
         while not self._over.is_set():
+            if not self._may_use_gpus:
+                self._rest(watch, ABSENT_SECONDS)
+                continue
             try:
-                self._watch()
+                self._watch(watch)
             except Exception as error:  # noqa: BLE001 - the edge of the thread: unknown is not failed, the door opens
                 self._word = Word()
                 self._trouble = f"the gates stumbled: {type(error).__name__}: {error}"
                 self._record("gate.unknown", severity=Severity.medium, text=self._trouble)
-                self._over.wait(ABSENT_SECONDS)
+                self._rest(watch, ABSENT_SECONDS)
 
-    def _watch(self) -> None:
+    def _rest(self, watch: Watch, seconds: float) -> None:
+        """Without GPUs to watch: what the logs say is told, until ranks say that they use one, or for so long."""
+        until, used = time.monotonic() + seconds, self._used
+        while not self._over.is_set() and self._used == used and time.monotonic() < until:
+            self._over.wait(1.0)
+            self._tell_findings(watch)
+
+    def _tell_findings(self, watch: Watch) -> None:
+        for one in watch.findings():
+            sign = of_finding(one, "", time.time())
+            told = sign.model_dump(mode="json", include={"xid", "action", "component", "device"})
+            self._record(
+                sign.event,
+                severity=sign.severity,
+                text=sign.text,
+                at=sign.time,
+                node=self._node,
+                cause=sign.kind,
+                **told,
+            )
+
+    def _watch(self, watch: Watch) -> None:
         """Watch until the run ends; without a driver, look again once in a while."""
         with self._make() as gpus:
             if (first := gpus.start()).driver is not Driver.present:
                 self._kept.sweep = first
                 self._trouble = first.why or f"GPU driver: {first.driver.value}"
         if first.driver is not Driver.present:
-            until = time.monotonic() + ABSENT_SECONDS
-            while not self._over.is_set() and not self._used and time.monotonic() < until:
-                self._wake.wait(1.0)
-                self._wake.clear()
-            self._over.wait(1.0)
+            self._rest(watch, ABSENT_SECONDS)
             return
         with ExitStack() as held:
-            monitor = self._assemble(held)
+            monitor = self._assemble(held, watch)
             telemetry = TelemetryGate(
                 self._places.persistent / "telemetry",
                 self._places.local / "telemetry-gate",
@@ -238,16 +275,11 @@ class HealthGate:
                 self._judge(monitor, test)
                 self._judge_telemetry(telemetry)
 
-    def _assemble(self, held: ExitStack) -> Monitor:
+    def _assemble(self, held: ExitStack, watch: Watch) -> Monitor:
         """A monitor whose samples, findings and events stay with this run."""
-        kernel, _ = open_kernel_log("")
-        logs = LogFiles((f"{self._places.persistent}/logs/attempt-*.log",))
-        sources: list[Source] = [*([kernel] if kernel else []), logs]
-        watch = Watch(LogFollower(sources), None)
         host = HostWatch()
-        for one in (watch, host):
-            held.callback(one.close)
-            one.start()
+        held.callback(host.close)
+        host.start()
         gpus = held.enter_context(self._make())
         gpus.start()
         self._kept.watch = watch

@@ -42,12 +42,12 @@ class Test:
 class Desk:
     """A gate with all that hangs on it."""
 
-    def __init__(self, folder, environment, **health):
+    def __init__(self, folder, environment, device="auto", **health):
         for place in ("persistent/logs", "local"):
             (folder / place).mkdir(parents=True)
         self.events, self.reports, self.test = [], [], Test()
         settings = {"every_seconds": 1.0, "test_seconds": 7.0} | health
-        job = TrainJob(name="j", program="m:build", data={"source": "d"}, steps=10, health=settings)
+        job = TrainJob(name="j", program="m:build", data={"source": "d"}, steps=10, device=device, health=settings)
         self.gate = HealthGate(
             job,
             RunPlaces(folder / "persistent", folder / "local"),
@@ -214,6 +214,31 @@ def test_without_a_gpu_or_a_driver_nothing_is_measured(open_desk, fake, tmp_path
     bare.await_(lambda _: bare.looked().checks[0].why != "the gates have not begun")
     assert bare.looked().outcome is Outcome.not_measured
     assert bare.gate.ask(bare.beats).door is Door.open
+
+
+def test_a_slow_rank_has_its_gpu_tested_before_training_goes_on(open_desk, fake):
+    desk = open_desk()
+    desk.beat(fake.uuid(0), fake.uuid(1), phase=Phase.wait)
+    desk.await_(lambda _: desk.looked().outcome is Outcome.passed)
+    slow = check.failed("slow_rank", "no slower than 1/0.7 of its peers", "rank 1 needs 900 ms", rank=1)
+    desk.gate.doubt(GateReport(gate="training", time=time.time(), checks=(slow,)))
+    word = desk.await_(lambda word: word if word.door is Door.hold else None)
+    assert fake.uuid(1) in word.why
+    assert fake.uuid(0) not in word.why
+    desk.await_(lambda _: desk.test.asked)
+    desk.test.answer = GateReport(gate="active", time=time.time(), checks=(check.passed("matmul", "exact"),))
+    desk.await_(lambda word: word.door is Door.open)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_the_ranks_own_logs_are_followed_always(open_desk, tmp_path, device):
+    desk = open_desk({"LD_LIBRARY_PATH": str(tmp_path)}, device=device)
+    log = tmp_path / "run-0" / "persistent" / "logs" / "attempt-000001-rank-0.log"
+    log.write_text("begun\n")
+    time.sleep(0.5)  # who opens a log later begins at its end
+    with log.open("a") as file:
+        file.write("RuntimeError: CUDA error: uncorrectable ECC error encountered\n")
+    desk.await_(lambda _: any("finding" in kind for kind in desk.kinds()))
 
 
 def test_nothing_is_left_when_it_is_closed(open_desk, fake):
