@@ -25,6 +25,8 @@ HISTORY_SECONDS = 28 * 86_400.0
 """As far back as the rules about lemon nodes look (Meta, arXiv 2410.21680)."""
 
 XID = "everstep.gpu.xid"
+REMEDY = "everstep.node.remedy"
+"""Who carries out a remedy appends an event of this kind, with `data: {node, remedy}` and, for one GPU, `uuid`."""
 _WORDS = re.compile(r"\b(?:S?Xid|NVLink|GPC|TPC|link|GPU|port|action|under) \d+|(?<![\w/.:-])\d[\d,.]*(?![\w:])")
 _XID = re.compile(r"S?Xid \d+(?=:)")
 _PART = re.compile(r"GPC \d+, TPC \d+|\blink \d+")

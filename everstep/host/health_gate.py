@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -31,26 +31,19 @@ from everstep.core.gpu import Driver
 from everstep.core.health import Severity, Verdict
 from everstep.core.health_policy import DEFAULT, HealthPolicy
 from everstep.core.job import TrainJob
-from everstep.core.ledger import Event
-from everstep.core.monitor import HISTORY_SECONDS, XID, MonitorJob, of_finding
 from everstep.core.segment import Heartbeat, Phase
-from everstep.host import gate_reports, health_policy
-from everstep.host import ledger as ledgers
+from everstep.host import gate_reports, gate_watch, health_policy
 from everstep.host.gate_reports import Kept
 from everstep.host.gpus import GpuSampler
-from everstep.host.kernel_log import open_kernel_log
-from everstep.host.log_file import LogFiles, Source
-from everstep.host.log_follower import LogFollower
-from everstep.host.monitor import Hands, Monitor
-from everstep.host.monitor_watch import HostWatch, Training, Watch
+from everstep.host.monitor import Monitor
+from everstep.host.monitor_watch import Training, Watch
 from everstep.host.telemetry_gate import TelemetryGate
 from everstep.store.layout import RunPlaces
 
-ABSENT_SECONDS = 60.0
+ABSENT_SECONDS = 600.0
 SLICE_SECONDS = 0.25
 BUSY_SECONDS = 1.0
 SETTLE_SECONDS = 1.5
-REMEDY = "everstep.node.remedy"
 _COMPUTES = frozenset({Phase.train, Phase.save, Phase.eval})
 
 Tell = Callable[[GateReport], None]
@@ -200,15 +193,11 @@ class HealthGate:
 
     def _run(self) -> None:
         """The ranks' own logs are followed always, the kernel's where GPUs may be used and it can be read."""
-        sources: list[Source] = [LogFiles((f"{self._places.persistent}/logs/attempt-*.log",))]
-        if self._may_use_gpus and (kernel := open_kernel_log("")[0]):
-            sources.append(kernel)
-        watch = Watch(LogFollower(sources), None)
-        watch.start()
+        watch = gate_watch.listen(f"{self._places.persistent}/logs/attempt-*.log", kernel=self._may_use_gpus)
         try:
             self._go_on(watch)
         finally:
-            self._tell_findings(watch)
+            gate_watch.tell(watch, self._node, self._record)
             watch.close()
 
     def _go_on(self, watch: Watch) -> None:
@@ -229,21 +218,7 @@ class HealthGate:
         until, used = time.monotonic() + seconds, self._used
         while not self._over.is_set() and self._used == used and time.monotonic() < until:
             self._over.wait(1.0)
-            self._tell_findings(watch)
-
-    def _tell_findings(self, watch: Watch) -> None:
-        for one in watch.findings():
-            sign = of_finding(one, "", time.time())
-            told = sign.model_dump(mode="json", include={"xid", "action", "component", "device"})
-            self._record(
-                sign.event,
-                severity=sign.severity,
-                text=sign.text,
-                at=sign.time,
-                node=self._node,
-                cause=sign.kind,
-                **told,
-            )
+            gate_watch.tell(watch, self._node, self._record)
 
     def _watch(self, watch: Watch) -> None:
         """Watch until the run ends; without a driver, look again once in a while."""
@@ -255,18 +230,20 @@ class HealthGate:
             self._rest(watch, ABSENT_SECONDS)
             return
         with ExitStack() as held:
-            monitor = self._assemble(held, watch)
+            gpus = held.enter_context(self._make())
+            every = self._settings.every_seconds
+            monitor = gate_watch.assemble(held, gpus, watch, self._kept, every, self._policy, self._ledger_uri)
             telemetry = TelemetryGate(
                 self._places.persistent / "telemetry",
                 self._places.local / "telemetry-gate",
                 self._token,
                 self._node,
-                self._settings.every_seconds,
+                every,
             )
             held.callback(telemetry.close)
             test = self._make_test(f"{self._token}/test", self._places.persistent / "logs" / "gate.log")
             held.callback(test.close)
-            self._kept.telemetry = telemetry
+            self._kept.watch, self._kept.telemetry = watch, telemetry
             self._trouble, self._monitor = "", monitor
             while not self._over.is_set():
                 monitor.step(SLICE_SECONDS)
@@ -274,27 +251,6 @@ class HealthGate:
                     self._wake.clear()
                 self._judge(monitor, test)
                 self._judge_telemetry(telemetry)
-
-    def _assemble(self, held: ExitStack, watch: Watch) -> Monitor:
-        """A monitor whose samples, findings and events stay with this run."""
-        host = HostWatch()
-        held.callback(host.close)
-        host.start()
-        gpus = held.enter_context(self._make())
-        gpus.start()
-        self._kept.watch = watch
-        settings = MonitorJob(every_seconds=self._settings.every_seconds)
-        hands = Hands(gpus, host, watch, self._kept, self._kept)
-        return Monitor(settings, hands, policy=self._policy, past=self._past())
-
-    def _past(self) -> list[Event]:
-        """What the ledger knows of this node: earlier Xids of its GPUs, and remedies."""
-        events: list[Event] = []
-        since = time.time() - HISTORY_SECONDS
-        with suppress(Exception):  # a ledger that is away costs the history, and nothing else
-            for kind in (XID, REMEDY):
-                events += ledgers.events(self._ledger_uri, kind=kind, since=since)
-        return events
 
     def _judge(self, monitor: Monitor, test: Trial) -> None:
         """The word, from the newest verdict and test; and the test itself, where one is due or running."""

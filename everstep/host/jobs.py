@@ -45,6 +45,10 @@ def check(job: TrainJob, search_path: Path) -> None:
     """Refuse what can be seen without running anything: a missing program, callable or data folder."""
     check_program(job.program, search_path)
     gate.read_suite(job.data.gate)
+    if job.health.policy:
+        from everstep.host import health_policy  # few jobs name one, and a wrong job is answered at once
+
+        health_policy.load_policy(Path(job.health.policy))
     if place.is_object(job.data.source):
         return
     source = Path(job.data.source)

@@ -23,7 +23,7 @@ from everstep.core.health import State
 from everstep.core.health_policy import DEFAULT, HealthPolicy
 from everstep.core.ledger import Event
 from everstep.core.log_rules import LogPolicy
-from everstep.core.monitor import HISTORY_SECONDS, MonitorJob, offences
+from everstep.core.monitor import HISTORY_SECONDS, REMEDY, MonitorJob, offences
 from everstep.host import health_policy, log_policy, outcome, policy_file
 from everstep.host import ledger as ledgers
 from everstep.host.exporter import Exporter
@@ -38,9 +38,6 @@ from everstep.host.monitor_watch import HOST_SECONDS, HostWatch, Trainings, Watc
 from everstep.host.monitor_writer import Writer, read_place
 from everstep.host.telemetry import Telemetry, safe
 from everstep.store import jsonl
-
-REMEDY = "everstep.node.remedy"
-"""Who carries out a remedy appends an event of this kind, with `data: {node, remedy}` and, for one GPU, `uuid`."""
 
 OPTIONS: dict[str, type[str] | type[int] | type[float]] = {
     "every_seconds": float,
