@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from everstep.store import faults
-from everstep.trainer import link
+from everstep.trainer import forks, link
 
 if TYPE_CHECKING:  # a standby starts its writer before it imports torch
     from everstep.trainer.buffers import Buffer
@@ -48,19 +48,20 @@ class Scribe:
         with self._lock:
             if self._process is not None:
                 return
-            ours, theirs = socket.socketpair()
-            try:
-                argv = [sys.executable, "-m", "everstep.trainer.writer", str(theirs.fileno()), str(os.getpid())]
-                plan = faults.plan()
-                env = os.environ | ({"EVERSTEP_FAULTS": plan} if plan else {})
-                self._process = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], close_fds=True, env=env
-                )
-            except BaseException:
-                ours.close()
-                raise
-            finally:
-                theirs.close()
+            with forks.starting:
+                ours, theirs = socket.socketpair()
+                try:
+                    argv = [sys.executable, "-m", "everstep.trainer.writer", str(theirs.fileno()), str(os.getpid())]
+                    plan = faults.plan()
+                    env = os.environ | ({"EVERSTEP_FAULTS": plan} if plan else {})
+                    self._process = subprocess.Popen(
+                        argv, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], close_fds=True, env=env
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
+                finally:
+                    theirs.close()
             self._socket = ours
             self._known = set()
             self._rank = None
