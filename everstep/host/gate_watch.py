@@ -27,10 +27,12 @@ def listen(pattern: str, *, kernel: bool) -> Watch:
     return watch
 
 
-def tell(watch: Watch, node: str, record: Callable[..., None]) -> None:
-    """Append what the logs say as events, where no monitor does it."""
+def tell(watch: Watch, node: str, record: Callable[..., None], since: float) -> None:
+    """Append what the logs say as events, where no monitor does it. What was before `since` is no news of this run."""
     for one in watch.findings():
         sign = of_finding(one, "", time.time())
+        if sign.time < since:
+            continue
         told = sign.model_dump(mode="json", include={"xid", "action", "component", "device"})
         record(sign.event, severity=sign.severity, text=sign.text, at=sign.time, node=node, cause=sign.kind, **told)
 

@@ -106,6 +106,7 @@ class HealthGate:
         self._ended: list[tuple[int | None, int]] = []
         self._trouble = "the gates have not begun"
         self._judged_at = 0.0
+        self._began = time.time()
         self._over = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="everstep-health", daemon=True)
@@ -197,7 +198,7 @@ class HealthGate:
         try:
             self._go_on(watch)
         finally:
-            gate_watch.tell(watch, self._node, self._record)
+            gate_watch.tell(watch, self._node, self._record, self._began)
             watch.close()
 
     def _go_on(self, watch: Watch) -> None:
@@ -218,7 +219,7 @@ class HealthGate:
         until, used = time.monotonic() + seconds, self._used
         while not self._over.is_set() and self._used == used and time.monotonic() < until:
             self._over.wait(1.0)
-            gate_watch.tell(watch, self._node, self._record)
+            gate_watch.tell(watch, self._node, self._record, self._began)
 
     def _watch(self, watch: Watch) -> None:
         """Watch until the run ends; without a driver, look again once in a while."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everstep.core.log_lines import Origin
+from everstep.core.log_stamps import KMSG as RECORD
 from everstep.core.log_stamps import Clock
 from everstep.host import process
 from everstep.host.log_file import LONGEST_LINE, Piece
@@ -24,6 +25,7 @@ from everstep.host.process import Process
 KMSG = Path("/dev/kmsg")
 LONGEST_RECORD = 8192  # the kernel gives no longer one (CONSOLE_EXT_LOG_MAX)
 ASK_SECONDS = 5.0
+SLACK_SECONDS = 1.0  # a record is there a moment after its stamp
 _SERIAL = re.compile(rb"(\d{1,3}),(\d{1,20}),\d")
 _CURSOR = re.compile(rb'"__CURSOR" ?: ?"([^"]{1,512})"')
 
@@ -38,15 +40,19 @@ class Kmsg:
         self.last = after
         self._handle = handle
         self._wall = wall
+        self._empty_at: float | None = None
+        self._behind = 0.0
         os.set_blocking(handle, False)
 
     def read(self, most: int) -> Piece:
         found: list[str] = []
         size = 0
+        oldest, began = self._empty_at, self._wall()
         while size < most:
             try:
                 record = os.read(self._handle, LONGEST_RECORD)
             except BlockingIOError:
+                self._empty_at = began
                 break
             except OSError as error:
                 if error.errno in (errno.EPIPE, errno.EINVAL):  # overwritten before it was read; too long a record
@@ -60,8 +66,20 @@ class Kmsg:
             if line := self._line(record):
                 found.append(line)
                 size += len(line)
-        boot = self._wall() - time.clock_gettime(time.CLOCK_MONOTONIC)
-        return Piece("".join(found), Origin.kernel, Clock(boot=boot))
+        return Piece("".join(found), Origin.kernel, Clock(boot=self._boot(found[0] if found else "", oldest)))
+
+    def _boot(self, first: str, oldest: float | None) -> float:
+        """The Unix time at which the kernel's stamps begin.
+
+        They come from another clock than any that can be asked, which stays behind where a machine was suspended or moved.
+        So a record that was not there at the last look is taken for no older than that.
+        """
+        now = self._wall()
+        boot = now - time.clock_gettime(time.CLOCK_MONOTONIC)
+        if oldest is not None and (stamp := RECORD.match(first)):
+            seen = boot + int(stamp["micro"]) / 1e6
+            self._behind = min(max(self._behind, oldest - SLACK_SECONDS - seen), max(0.0, now - seen))
+        return boot + self._behind
 
     def _line(self, record: bytes) -> str:
         """The record as a line; empty for one that is known, or that a program wrote into the kernel's log."""

@@ -241,6 +241,18 @@ def test_the_ranks_own_logs_are_followed_always(open_desk, tmp_path, device):
     desk.await_(lambda _: any("finding" in kind for kind in desk.kinds()))
 
 
+def test_what_a_log_says_of_the_time_before_the_run_is_no_news_of_it(open_desk, tmp_path):
+    desk = open_desk({"LD_LIBRARY_PATH": str(tmp_path)}, device="cpu")
+    log = tmp_path / "run-0" / "persistent" / "logs" / "attempt-000001-rank-0.log"
+    log.write_text("begun\n")
+    time.sleep(0.5)  # who opens a log later begins at its end
+    with log.open("a") as file:
+        file.write("2020-01-01T00:00:00Z kernel: Out of memory: Killed process 7 (python)\n")
+        file.write("RuntimeError: CUDA error: uncorrectable ECC error encountered\n")
+    desk.await_(lambda _: any("finding" in kind for kind in desk.kinds()))
+    assert len([kind for kind in desk.kinds() if "finding" in kind]) == 1
+
+
 def test_nothing_is_left_when_it_is_closed(open_desk, fake):
     desk = open_desk()
     desk.beat(fake.uuid(0))

@@ -26,9 +26,9 @@ class Ring:
         self.handle = far.detach()
         self.serial = 0
 
-    def print(self, message, priority=3):
+    def print(self, message, priority=3, ago=0.0):
         self.serial += 1
-        micro = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+        micro = int((time.clock_gettime(time.CLOCK_MONOTONIC) - ago) * 1e6)
         self.near.send(f"{priority},{self.serial},{micro},-;{message}\n SUBSYSTEM=pci\n".encode())
 
 
@@ -67,6 +67,17 @@ def test_the_kernels_ring_is_read_with_the_times_of_its_records(ring):
     assert (found.xid, found.device, found.severity.value) == (79, "0000:3b:00", "critical")
     assert abs(found.time - time.time()) < 5
     assert polled(follower) == []
+
+
+def test_a_record_that_was_not_there_at_the_last_look_is_no_older(ring):
+    """The kernel's stamps stay behind the clock where a machine was suspended or moved."""
+    follower = follow(Kmsg(ring.handle))
+    ring.print(XID.format(code=48, pid=1), ago=30)
+    (found,) = polled(follower)
+    assert found.time == pytest.approx(time.time() - 30, abs=5), "of what was there before nobody knows better"
+    ring.print(XID.format(code=79, pid=1), ago=30)
+    (found,) = polled(follower)
+    assert found.time == pytest.approx(time.time(), abs=5)
 
 
 def test_what_a_program_wrote_into_the_kernels_log_is_no_witness(ring):
