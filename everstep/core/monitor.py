@@ -69,18 +69,27 @@ class Standing(Record):
 
 
 class Change(Record):
-    """What is to be told: the new verdict, and the reasons that were not known. `uuid` is empty for the node."""
+    """What is to be told: the new verdict, and the reasons that were not known. `uuid` is empty for the node.
+
+    `more`: state and action are those that were told; only reasons are new, and nothing says that those are as grave.
+    """
 
     uuid: str
     before: State
     verdict: Verdict
     fresh: tuple[str, ...] = ()
+    more: bool = False
+
+    @property
+    def severity(self) -> Severity:
+        grave = self.verdict.severity.rank < Severity.medium.rank
+        return Severity.medium if self.more and grave else self.verdict.severity
 
     @property
     def kind(self) -> str:
-        """The event's name; `note` for what is said and blames nobody."""
+        """The event's name; `note` for what blames nobody, and for more about what was told."""
         room = "gpu" if self.uuid else "node"
-        noted = self.verdict.state is State.healthy and self.before is State.healthy
+        noted = self.more or (self.verdict.state is State.healthy and self.before is State.healthy)
         return f"everstep.{room}.{'note' if noted else self.verdict.state.value}"
 
 
@@ -112,7 +121,7 @@ def _change(uuid: str, before: Standing, verdict: Verdict, now: float) -> tuple[
     same = (verdict.state, verdict.action) == (before.state, before.action)
     if (same and not fresh) or (not same and verdict.state is before.state is State.healthy and not fresh):
         return standing, None
-    return standing, Change(uuid=uuid, before=before.state, verdict=verdict, fresh=fresh)
+    return standing, Change(uuid=uuid, before=before.state, verdict=verdict, fresh=fresh, more=same)
 
 
 def cause_of(reason: str) -> str:

@@ -235,11 +235,12 @@ class Monitor:
     def _say(self, change: Change) -> None:
         verdict = change.verdict
         said = "; ".join(change.fresh or verdict.reasons[:1]) or f"it is {verdict.state.value} again"
-        advice = "" if verdict.state in (State.healthy, State.unknown) else f"; what to do: {verdict.action.advice}"
+        advised = not change.more and verdict.state not in (State.healthy, State.unknown)
+        advice = f"; what to do: {verdict.action.advice}" if advised else ""
         self.say(
             change.kind,
             f"{self._name(change.uuid)}: {said}{advice}",
-            verdict.severity,
+            change.severity,
             uuid=change.uuid,
             before=change.before.value,
             state=verdict.state.value,

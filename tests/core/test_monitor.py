@@ -89,6 +89,17 @@ def test_the_node_says_once_that_it_failed_and_leaves_the_rest_to_its_gpus():
     assert said == []
 
 
+def test_a_small_thing_beside_a_failure_is_no_second_failure():
+    """Nobody is woken, or told to reboot, for a clock that turns out to be off on a node that is down already."""
+    failed = Verdict(state=State.failed, reasons=("its disk is gone",), severity=Severity.critical)
+    standing, said = changes({}, node(0, own=failed))
+    assert [(one.kind, one.severity) for one in said] == [("everstep.node.failed", Severity.critical)]
+    more = failed.model_copy(update={"reasons": ("its disk is gone", "its clock is not synchronised")})
+    _, said = changes(standing, node(1, own=more))
+    assert [(one.kind, one.severity) for one in said] == [("everstep.node.note", Severity.medium)]
+    assert said[0].fresh == ("its clock is not synchronised",)
+
+
 def test_figures_are_no_cause_and_names_are():
     assert cause_of("12 uncorrectable errors") == cause_of("13 uncorrectable errors")
     for one, other in (
