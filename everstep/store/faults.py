@@ -11,6 +11,7 @@ A process that stands for another (a rank's writer) has that one hurt by signals
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -50,7 +51,9 @@ def point(name: str) -> None:
 
 def _hurt(what: str, pid: int) -> None:
     verb, _, argument = what.partition(":")
-    if verb in ("kill", "stop", "term"):
+    if verb == "stop" and pid == os.getpid():  # by another thread's hands this one would go on for a moment
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    elif verb in ("kill", "stop", "term"):
         os.kill(pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[verb])
         if verb == "kill" and pid != os.getpid():
             time.sleep(60)  # it takes this process with it: nothing more may happen here

@@ -42,6 +42,7 @@ class Shop:
             self.places = type(self.places)(self.places.persistent, self.places.local, uri)
         self.access = access
         self.scale = scale
+        self.processes = []
         places = self.places
         places.structure.write_text(fabric.structure(scale).to_json())
         places.run_record.write_text("{}")
@@ -105,7 +106,11 @@ class Shop:
 
 @pytest.fixture
 def shop(tmp_path):
-    return Shop(tmp_path)
+    shop = Shop(tmp_path)
+    yield shop
+    for one in shop.processes:
+        with one:  # where a test failed, it may still be there, or stopped
+            one.kill()
 
 
 def flip(path, at=-5):
@@ -319,7 +324,11 @@ def process(shop, tmp_path, *plan, rate=FAST, **how):
             path.unlink()
         environment["EVERSTEP_FAULTS"] = str(tmp_path / "plan.json")
     command = [sys.executable, "-c", SCRUB, str(shop.places.persistent), str(rate)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+    started = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
+    )
+    shop.processes.append(started)
+    return started
 
 
 POINTS = {
