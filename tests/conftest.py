@@ -18,20 +18,27 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     if not sampling.is_whole(os.environ, config.args):
         seed = sampling.seed()
         terminalreporter.line(
-            f"drills: a sample of {sampling.SHARE:.0%}, EVERSTEP_SAMPLE={seed}; make test-all runs all"
+            f"long tests: a sample of {sampling.SHARE:.0%}, EVERSTEP_SAMPLE={seed}; make test-all runs all"
         )
 
 
+def _group(item) -> str:
+    """Of each group at least one test is run: of a file of drills or flows, else of the cases of one test."""
+    is_whole_file = {"drills", "flows"} & set(item.path.parts)
+    return item.nodeid.partition("::")[0] if is_whole_file else item.nodeid.partition("[")[0]
+
+
 def pytest_collection_modifyitems(config, items) -> None:
-    """Of the drills, which take half a minute each, a sample is run."""
+    """Of the tests that take long, half a minute each, a sample is run."""
     if sampling.is_whole(os.environ, config.args):
         return
-    drills = {item.nodeid for item in items if DRILLS in item.path.parents}
-    kept = sampling.sample(drills, sampling.seed(), folder=lambda name: name.partition("::")[0])
-    left_out = [item for item in items if item.nodeid in drills - kept]
+    long = {
+        item.nodeid: _group(item) for item in items if DRILLS in item.path.parents or item.get_closest_marker("sampled")
+    }
+    left_out = long.keys() - sampling.sample(long, sampling.seed(), folder=long.__getitem__)
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.nodeid not in drills - kept]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -59,11 +59,6 @@ def build(config, data):
 """
 
 
-def pytest_runtest_setup(item) -> None:
-    if item.get_closest_marker("long") and "EVERSTEP_ALL" not in os.environ:
-        pytest.skip("long; runs with EVERSTEP_ALL")
-
-
 @dataclass
 class Ended:
     """What a command left: `final` is the JSON line, if the last line of stdout is one."""

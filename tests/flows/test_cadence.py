@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 
+
+@pytest.mark.sampled
 def test_a_run_chooses_its_own_rhythm_and_says_why(make_desk):
     desk = make_desk(checkpoint={"every": "auto"}, steps=60, segment_steps=20, config={"pause": 0.1})
     one = desk.start()

@@ -37,6 +37,7 @@ def check_that_it_is_not_trained_again(desk, first):
     assert len(list((desk.run_dir / "attempts").glob("*.json"))) == 1
 
 
+@pytest.mark.sampled
 def test_a_run_that_was_stopped_in_three_ways_has_the_weights_of_an_untouched_one(make_desk, completed):
     """Each stop ends with 75 and commits the last finished step; the next flow run goes on from there."""
     desk = make_desk(config={"pause": 0.2}, steps=60, segment_steps=30)
@@ -103,6 +104,7 @@ def await_handler(flow, number):
         time.sleep(0.005)
 
 
+@pytest.mark.sampled
 def test_a_signal_while_data_is_staged_and_while_the_model_is_built(make_desk):
     desk = make_desk(config={"build": ["time.sleep(60)"]})
     flow = desk.start(**desk.plan({"point": "stage.mid_file", "do": "sleep:60"}))
@@ -128,6 +130,7 @@ def test_a_signal_while_data_is_staged_and_while_the_model_is_built(make_desk):
     desk.await_gone(5)
 
 
+@pytest.mark.sampled
 def test_changed_identity_under_an_unfinished_name(make_desk):
     desk = make_desk(config={"pause": 0.2})
     flow = desk.start()

@@ -3,9 +3,12 @@
 import json
 import time
 
+import pytest
+
 RAISES = "import os\nif os.environ['RANK'] == '1' and calls == 12:\n    raise ValueError('row 412')"
 
 
+@pytest.mark.sampled
 def test_an_exception_on_one_rank_is_told_with_its_rank_while_the_other_waits_in_a_collective(make_desk):
     """Case BC-066: no save in the failure path waits for a rank that is gone; the checkpoint before it stands."""
     desk = make_desk("first", ranks=2, segment_steps=20, retries={"per_job": 0}, config={"loss": [RAISES]})

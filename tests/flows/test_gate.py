@@ -15,6 +15,7 @@ def events(desk) -> list[dict]:
     return [json.loads(line) for line in (desk.run_dir / "events.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.sampled
 def test_data_that_is_refused_is_not_trained_on_and_mended_data_is(make_desk, ask):
     desk = make_desk("gated", steps=10)
     (desk.folder / "data" / "hollow.csv").touch()
@@ -56,6 +57,7 @@ def check_what_it_left(desk, words, final):
     desk.await_gone()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
 def test_a_flow_that_ends_in_the_gate_leaves_nothing_running(make_desk, way):
     desk = make_desk("midgate")

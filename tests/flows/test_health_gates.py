@@ -37,6 +37,7 @@ def await_event(desk, flow, kind, seconds=60):
     raise AssertionError(f"no {kind} in {seconds} s")
 
 
+@pytest.mark.sampled
 def test_a_gpu_that_falls_off_the_bus_ends_the_run_in_order_and_says_what_to_do(make_desk, fake, ask):
     desk = make_desk(**job())
     flow = desk.start(**fake.environment)
@@ -68,6 +69,7 @@ def check_that_it_goes_on_when_a_person_has_noted_the_remedy(desk):
     assert done.final["step"] == 60
 
 
+@pytest.mark.sampled
 def test_a_suspect_gpu_is_tested_between_segments_and_training_goes_on(make_desk, fake, ask):
     desk = make_desk("doubt", **job())
     flow = desk.start(**fake.environment)
@@ -92,6 +94,7 @@ def test_a_suspect_gpu_is_tested_between_segments_and_training_goes_on(make_desk
     assert all(row["rule"] for row in rows)
 
 
+@pytest.mark.sampled
 def test_a_driver_that_hangs_stops_no_training(make_desk, fake):
     desk = make_desk(**job())
     flow = desk.start(**fake.environment)

@@ -3,7 +3,10 @@
 import errno
 import json
 
+import pytest
 
+
+@pytest.mark.sampled
 def test_no_failure_of_housekeeping_stops_training(make_desk, completed):
     """BC-022: the removal of old checkpoints fails at the first save, in three ways; each is one warning."""
     desk = make_desk(steps=60, segment_steps=30)

@@ -68,6 +68,7 @@ def probes(pid):
     return [found for module in modules for found in process.marked(f"probe/everstep.host.{module}/{pid}")]
 
 
+@pytest.mark.sampled
 def test_its_events_reach_prefect_and_it_ends_when_its_time_is_over_or_when_it_is_told_to(node):
     desk, fake = node
     file = desk.folder / "monitor.yaml"

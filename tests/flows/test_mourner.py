@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from everstep.host import mlflow_run, process
 
 
@@ -30,6 +32,7 @@ def await_gone(mark: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.sampled
 def test_a_killed_flow_does_not_run_for_ever_in_mlflow(make_desk):
     """BC-091, BC-092: FAILED within half a minute of the kill; RUNNING and FINISHED when a flow goes on with it."""
     desk = make_desk(config={"pause": 0.3}, steps=40)

@@ -63,7 +63,7 @@ def test_train_in_a_notebook(desk):
     assert not [mark for _, mark in process.marks("prefect-server") if mark.split("/")[1].startswith(f"{pid}-")]
 
 
-@pytest.mark.long
+@pytest.mark.sampled
 def test_train_in_a_script(desk):
     script = CELL + "\nif __name__ == '__main__':\n    import json\n    print(json.dumps(train(job)))\n"
     (desk.folder / "script.py").write_text(script)

@@ -15,6 +15,7 @@ def last_line(ended) -> str:
     return ended.err.strip().splitlines()[-1]
 
 
+@pytest.mark.sampled
 def test_a_full_local_tier_sends_checkpoints_to_the_persistent_one(make_desk, mount):
     """BC-023: training goes on, and it is told with path, bytes free and bytes needed."""
     desk = make_desk(config={"width": 40_000})
@@ -28,6 +29,7 @@ def test_a_full_local_tier_sends_checkpoints_to_the_persistent_one(make_desk, mo
     desk.await_gone()
 
 
+@pytest.mark.sampled
 def test_no_space_on_the_persistent_tier(make_desk, mount):
     desk = make_desk(config={"width": 40_000}, limits={"drain": 3})
     mount(desk.folder / "persistent", *small("3m"))
@@ -42,6 +44,7 @@ def test_no_space_on_the_persistent_tier(make_desk, mount):
     assert again.final["resumed_from"] == 20, "nothing is trained twice"
 
 
+@pytest.mark.sampled
 def test_both_tiers_full(make_desk, mount):
     """What was committed stays whole, the training goes on to where it must save, and room is all that it takes."""
     desk = make_desk(config={"width": 40_000}, limits={"drain": 3})
@@ -72,7 +75,7 @@ def test_a_read_only_persistent_tier(make_desk, mount):
     assert ended.final is None
 
 
-@pytest.mark.long
+@pytest.mark.sampled
 def test_data_that_does_not_fit(make_desk, mount):
     """BC-026: ten files of 1 MB on a tier of 6 MB: both numbers are said, nothing is trained or left half staged."""
     desk = make_desk()

@@ -45,6 +45,7 @@ def test_a_wrong_parameter_is_refused_by_validation():
         train.validate_parameters({"job": job | {"steps": -5}, "take_over": False})
 
 
+@pytest.mark.sampled
 def test_the_given_server_knows_the_flow_run_by_name_and_state(completed, make_desk, ask):
     assert completed[1].code == 0, completed[1].err
     states = {(whole["state"]["type"], whole["state"]["name"]) for whole in runs(ask, "train-whole")}
@@ -61,6 +62,7 @@ def test_the_given_server_knows_the_flow_run_by_name_and_state(completed, make_d
     assert f"stopped on request at step {ended.final['step']}" in halted["state"]["message"]
 
 
+@pytest.mark.sampled
 def test_a_failed_run_is_failed_with_our_sentence(make_desk, ask):
     desk = make_desk("broken", config={"build": ["raise ValueError('no good')"]})
     ended = desk.run()
@@ -70,6 +72,7 @@ def test_a_failed_run_is_failed_with_our_sentence(make_desk, ask):
     assert ended.err.splitlines()[-1] in broken["state"]["message"]
 
 
+@pytest.mark.sampled
 def test_a_run_that_is_cancelled_there_saves_and_is_cancelled(make_desk, ask):
     """Without a worker nobody signals the flow: it sees by itself that it is cancelled."""
     desk = make_desk("unwanted", config={"pause": 0.2}, steps=200)
@@ -85,6 +88,7 @@ def test_a_run_that_is_cancelled_there_saves_and_is_cancelled(make_desk, ask):
     assert run["state"]["type"] == "CANCELLED"
 
 
+@pytest.mark.sampled
 def test_nothing_is_left_of_a_flow_that_is_killed_with_its_embedded_server(make_desk):
     desk = make_desk("killed", server="own", config={"pause": 0.2})
     flow = desk.start()

@@ -38,6 +38,7 @@ def events(desk, kind: str) -> list[dict]:
     return [row for row in rows if row["kind"] == kind]
 
 
+@pytest.mark.sampled
 def test_the_best_checkpoint_is_released(make_desk):
     """BC-111: MLflow gets the manifest and the names, and the weights stay where they are."""
     desk = make_desk(release=True, checkpoint=BEST, config={"width": 30_000})
@@ -71,6 +72,7 @@ def test_the_best_checkpoint_is_released(make_desk):
     assert json.loads((desk.run_dir / "pinned.json").read_text()) == [promoted["checkpoint"]]
 
 
+@pytest.mark.sampled
 def test_a_worse_model_and_one_without_its_metric_are_not_released_in_silence(make_desk):
     """BC-173: training counts as completed, and one sentence says why the model stays candidate."""
     desk = make_desk(release=True, checkpoint=BEST)
@@ -98,13 +100,14 @@ def test_a_worse_model_and_one_without_its_metric_are_not_released_in_silence(ma
 PROBING = "import sys; probing = any('reprobe' in word for word in sys.orig_argv)"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("does", "words"),
     [
         ("batch[1].add_(1)", "the loss on a fixed batch was "),
-        pytest.param("batch[1].mul_(float('nan'))", "the loss on a fixed batch was ", marks=pytest.mark.long),
-        pytest.param("raise OSError('no such device')", "no such device", marks=pytest.mark.long),
-        pytest.param("__import__('os')._exit(3)", "ended with status 3; its log is ", marks=pytest.mark.long),
+        pytest.param("batch[1].mul_(float('nan'))", "the loss on a fixed batch was ", marks=pytest.mark.sampled),
+        pytest.param("raise OSError('no such device')", "no such device", marks=pytest.mark.sampled),
+        pytest.param("__import__('os')._exit(3)", "ended with status 3; its log is ", marks=pytest.mark.sampled),
     ],
 )
 def test_a_probe_that_is_not_reproduced_is_no_release(make_desk, does, words):
@@ -118,11 +121,12 @@ def test_a_probe_that_is_not_reproduced_is_no_release(make_desk, does, words):
     desk.await_gone()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("does", "words", "drain"),
     [
         ("time.sleep(100)", "did not end within limits.drain", 12),
-        pytest.param("__import__('os').kill(0, 9)", "ended with status -9", 90, marks=pytest.mark.long),
+        pytest.param("__import__('os').kill(0, 9)", "ended with status -9", 90, marks=pytest.mark.sampled),
     ],
 )
 def test_a_probe_without_an_answer_is_no_verdict_and_is_computed_again(make_desk, tmp_path, does, words, drain):
@@ -148,6 +152,7 @@ def test_a_probe_without_an_answer_is_no_verdict_and_is_computed_again(make_desk
     assert desk.run().final == again.final
 
 
+@pytest.mark.sampled
 def test_a_complete_run_is_released_when_its_job_says_so_later(make_desk):
     """Released, and said so in the JSON line, by the same rules; `release: false` again takes nothing back."""
     desk = make_desk(checkpoint=BEST)
@@ -174,6 +179,7 @@ def test_a_complete_run_is_released_when_its_job_says_so_later(make_desk):
     desk.await_gone()
 
 
+@pytest.mark.sampled
 def test_a_late_release_is_refused_by_the_same_rules_and_judged_again(make_desk):
     desk = make_desk(checkpoint=BEST)
     ours = desk.run().final["promotion"]["version"]
@@ -192,8 +198,9 @@ def test_a_late_release_is_refused_by_the_same_rules_and_judged_again(make_desk)
     assert aliases(desk)["production"] == ours
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
-    "points", [KILLS, *(pytest.param(one, marks=pytest.mark.long) for one in (MORE_KILLS, OTHER_KILLS))]
+    "points", [KILLS, *(pytest.param(one, marks=pytest.mark.sampled) for one in (MORE_KILLS, OTHER_KILLS))]
 )
 def test_a_promotion_that_is_killed_again_and_again_is_finished_by_the_next_flow_run(make_desk, points):
     desk = make_desk(release=True, checkpoint=BEST)
@@ -252,6 +259,7 @@ def await_health(server: subprocess.Popen, port: int) -> None:
 MOST = 8_000_000
 
 
+@pytest.mark.sampled
 def test_nothing_large_goes_to_a_server_behind_a_gateway_with_small_limits(make_desk, mlflow_template, tmp_path):
     """BC-111: checkpoints of 66 MB, requests of at most 8 MB and 2 s; MLflow has a reference that can be resolved."""
     shutil.copy(mlflow_template, tmp_path / "server.db")
@@ -285,6 +293,7 @@ def test_nothing_large_goes_to_a_server_behind_a_gateway_with_small_limits(make_
         assert {one.path for one in client.list_artifacts(run.info.run_id)} >= {"report.html", "report.json"}
 
 
+@pytest.mark.sampled
 def test_a_promotion_that_was_asked_while_mlflow_was_away_happens_when_it_is_back(make_desk, mlflow_process):
     """BC-102, on a real server: training and its end wait for nobody, and nothing is lost."""
     proxy = mlflow_server.Proxy(mlflow_process)

@@ -86,7 +86,8 @@ PROGRAMS = {
 LONG = ("build raises RuntimeError", "no samples")
 
 
-@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in PROGRAMS])
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.sampled] * (one in LONG)) for one in PROGRAMS])
 def test_a_program_that_is_wrong_is_named(make_desk, case):
     config, code, words = PROGRAMS[case]
     desk = make_desk(config=config)

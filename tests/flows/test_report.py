@@ -6,6 +6,8 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from everstep.core.summary import RunReport
 
 
@@ -49,6 +51,7 @@ def test_prefect_shows_the_report_of_a_completed_run(completed, ask):
     assert found["flow_run_id"]
 
 
+@pytest.mark.sampled
 def test_a_stopped_and_then_killed_run_has_its_report_too(make_desk):
     desk = make_desk("halting", server="own", config={"pause": 0.2})
     flow = desk.start()
@@ -64,6 +67,7 @@ def test_a_stopped_and_then_killed_run_has_its_report_too(make_desk):
     desk.await_gone()
 
 
+@pytest.mark.sampled
 def test_a_failed_run_says_why_on_its_page(make_desk):
     desk = make_desk("failing", config={"build": ["raise ValueError('<script>alert(1)</script> is no good')"]})
     ended = desk.run()
@@ -76,6 +80,7 @@ def test_a_failed_run_says_why_on_its_page(make_desk):
     assert "<script" not in page
 
 
+@pytest.mark.sampled
 def test_a_report_that_cannot_be_written_is_no_reason_to_fail(make_desk):
     """The place of the page is taken by a folder: the run completes, says so in its events, and names the text."""
     desk = make_desk("unreported", config={"pause": 0.2})

@@ -43,6 +43,7 @@ def spoil(folder):
     (folder / FILE).write_bytes(data)
 
 
+@pytest.mark.sampled
 def test_rot_is_mended_shown_and_told_and_what_is_left_is_a_failure(stored, ask):
     desk, places = stored
     spoil(places.checkpoint("persistent", Key(10, 1)))

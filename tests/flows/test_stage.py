@@ -23,6 +23,7 @@ def everything_left(desk):
     return [(path, path.read_bytes()) for path in desk.folder.rglob("*") if path.is_file() and not path.is_symlink()]
 
 
+@pytest.mark.sampled
 def test_a_directory_is_staged_alone(make_desk, table):
     desk = make_desk("alone")
     ended = desk.run(module="flows.stage")
@@ -34,6 +35,7 @@ def test_a_directory_is_staged_alone(make_desk, table):
     assert desk.run(("--help",), module="flows.stage").err == "usage: python -m flows.stage job.yaml\n"
 
 
+@pytest.mark.sampled
 def test_train_stages_from_a_bucket_in_a_subflow_and_leaves_no_secret(make_desk, objects, s3_server, ask):
     desk = make_desk("bucket", data={"source": objects})
     ended = desk.run(**s3_server.env())
@@ -67,7 +69,7 @@ AT_ONCE = ("wrong secret", "endpoint in the job")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=[pytest.mark.long] * (one not in AT_ONCE)) for one in SENTENCES]
+    "case", [pytest.param(one, marks=[pytest.mark.sampled] * (one not in AT_ONCE)) for one in SENTENCES]
 )
 def test_what_the_user_must_mend_is_one_plain_sentence(make_desk, objects, s3_server, case):
     changes, data, code, words = SENTENCES[case]
@@ -82,6 +84,7 @@ def test_what_the_user_must_mend_is_one_plain_sentence(make_desk, objects, s3_se
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.sampled
 def test_a_long_staging_has_a_progress_bar_in_prefect(make_desk, objects, s3_server, s3_proxy, ask):
     desk = make_desk("slow", data={"source": objects})
     s3_proxy.plan(Fault("stall", "GET", path="table.npy", seconds=2.5))
@@ -92,7 +95,7 @@ def test_a_long_staging_has_a_progress_bar_in_prefect(make_desk, objects, s3_ser
     assert bar["description"].startswith("100 % | ")
 
 
-@pytest.mark.long
+@pytest.mark.sampled
 def test_no_right_to_read_is_one_plain_sentence(make_desk, objects, s3_server):
     desk = make_desk("stranger", data={"source": objects})
     ended = desk.run(module="flows.stage", **s3_server.env("stranger"))
@@ -100,6 +103,7 @@ def test_no_right_to_read_is_one_plain_sentence(make_desk, objects, s3_server):
     assert "gives these credentials no right to list it; ask its owner" in ended.err
 
 
+@pytest.mark.sampled
 def test_a_flow_that_is_killed_while_it_stages_goes_on(make_desk, objects, s3_server):
     desk = make_desk("killed", data={"source": objects})
     plan = desk.plan({"point": "stage.before_commit"})

@@ -132,6 +132,7 @@ def test_no_line_means_leave_quietly():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", ["copy.begin", "copy.mid_file", "copy.verify", "copy.before_manifest", "verify.mid"])
 def test_a_copier_killed_anywhere_is_taken_up_by_the_next(places, tmp_path, point):
     key = save(places, 10)
@@ -353,7 +354,8 @@ def test_pending_is_a_part_of_what_is_here_and_not_there(tmp_path_factory, local
     assert newest is None or newest in found or newest in far
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 12), marks=pytest.mark.long)])
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 12), marks=pytest.mark.sampled)])
 def test_killed_at_random_moments_what_is_committed_at_the_far_end_is_always_whole(places, seed):
     for one in [seed] if isinstance(seed, int) else seed:
         dice = random.Random(one)

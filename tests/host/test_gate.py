@@ -545,7 +545,7 @@ def test_an_unreadable_suite_is_refused_before_anything_is_started(tmp_path, dat
         run.ask(command=("false",))
 
 
-@pytest.mark.long
+@pytest.mark.sampled
 def test_gates_at_once_from_many_processes_share_nothing_writable(tmp_path, data):
     """BC-133: eight gates at once, in one project folder; all finish, and nothing is written there."""
     write_all_formats(data)

@@ -144,6 +144,7 @@ def test_the_same_weights_are_one_version_however_many_promote_them_at_once(shel
     assert alive == {again["version"]}, answers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", KILLS)
 def test_what_a_kill_leaves_the_next_one_finishes(shelf, promoters, point):
     """The killed promotion, done again, ends as if nothing had happened; so does one of another run in between."""
@@ -163,6 +164,7 @@ def test_what_a_kill_leaves_the_next_one_finishes(shelf, promoters, point):
     assert first["version"] in shelf.versions()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", MOVES)
 def test_a_killed_rollback_is_finished_or_has_not_begun(shelf, promoters, point):
     promoters(shelf.order("a", 0.5))

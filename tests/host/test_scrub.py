@@ -340,6 +340,7 @@ POINTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("tier", "point"), [(tier, point) for tier, points in POINTS.items() for point in points])
 def test_killed_anywhere_it_loses_nothing_and_the_next_one_ends_it(shop, tmp_path, tier, point):
     bad = shop.keys[1]

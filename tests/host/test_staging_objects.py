@@ -323,6 +323,7 @@ POINTS = ["stage.listed", "stage.part", "stage.recorded", "stage.whole", "stage.
           "stage.committed", "stage.named"]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", POINTS)
 def test_a_stager_killed_at_any_step_goes_on(put, s3_server, bucket, prefix, local, tmp_path, point):
     wanted = {"big": os.urandom((9 << 20) + 5)} | {name: SMALL[name] for name in list(SMALL)[:4]}

@@ -85,6 +85,7 @@ def no_secret_below(*folders: Path) -> None:
                 assert PASSWORD.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.sampled
 def test_a_run_over_restarts_its_promotion_and_the_way_back(served, as_user, tmp_path):
     """One MLflow run, each step once, files beside it, versions with aliases; and the credentials nowhere."""
     heard, places = Told(), fabric.places(tmp_path)
@@ -116,6 +117,7 @@ def test_a_run_over_restarts_its_promotion_and_the_way_back(served, as_user, tmp
     assert not Path("mlruns").exists(), "files go beside the runs, not into the working directory"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wrong", ["password", "nothing"])
 def test_wrong_credentials_are_said_once_without_them_and_cost_only_the_index(
     served, as_user, tmp_path, monkeypatch, wrong

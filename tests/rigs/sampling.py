@@ -1,4 +1,6 @@
-"""Which of the drills `make test` runs: a seeded sample, another one for each commit, so that in a few of them all have run.
+"""Which of the long tests `make test` runs: a seeded sample, another one for each commit, so that in a few of them all have run.
+
+Long are all drills, and what is marked `sampled`: whole flows, and kills at each of many moments.
 
 `EVERSTEP_ALL` runs all of them; `EVERSTEP_SAMPLE` names the seed of an earlier sample, which a run prints.
 """
@@ -9,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-SHARE = 0.3
+SHARE = 0.25
 
 HERE = Path(__file__).parent
 
@@ -40,5 +42,5 @@ def sample(names: Iterable[str], chosen_by: str, share: float = SHARE, folder: C
 
 
 def is_whole(environ: Mapping[str, str], arguments: Iterable[str]) -> bool:
-    """Whether all drills run: they were asked for, or some tests were asked for by name."""
+    """Whether all of them run: they were asked for, or some tests were asked for by name."""
     return "EVERSTEP_ALL" in environ or any("::" in one or one.endswith(".py") or "drills" in one for one in arguments)

@@ -440,6 +440,7 @@ def test_there_is_much_that_may_happen(trained):
     assert len(mutations(trained, random.Random(1))) > 200
 
 
+@pytest.mark.sampled
 def test_verify_checkpoint_refuses_each_and_names_the_file(trained, bench):
     def read(folder: Path) -> str:
         result = checkpoint.verify_checkpoint(folder)

@@ -186,6 +186,7 @@ def test_a_listing_that_is_old_makes_no_damage(on_s3, s3_proxy, source, tmp_path
 POINTS = ["upload.begin", "upload.mid_file", "upload.verify", "upload.before_manifest", "upload.after_manifest"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("where", ["folder", "s3"])
 def test_one_killed_anywhere_commits_nothing_half_and_the_next_goes_on(

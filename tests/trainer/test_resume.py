@@ -50,6 +50,7 @@ def exact(same, reference, run, began, ranks=1):
     assert same(run.weights(run.committed()[-1]), weights)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_killed_in_mid_epoch_and_again_after_the_resume(untouched, same, make_run, shape):
     """BC-036, BC-042: order of samples and random numbers go on where they were, also after a second resume."""

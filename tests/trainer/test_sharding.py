@@ -125,6 +125,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_killed_in_mid_epoch_and_resumed(make_run, shape):
     """The same bits as of a run that was never touched: rows, samples, random numbers, weights, moments."""
@@ -150,6 +151,7 @@ def test_killed_in_mid_epoch_and_resumed(make_run, shape):
         assert any(row["overlapped"] for row in jsonl.read(reference.places.saves))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("walk", "config"),
     [
