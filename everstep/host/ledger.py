@@ -5,6 +5,7 @@ the database has it, but ids make a replay harmless, so it may be lost. A databa
 or unreachable costs the caller nothing: what it misses is replayed, in order, when it answers again.
 """
 
+import contextlib
 import hashlib
 import json
 import random
@@ -28,11 +29,16 @@ LONGEST_WAIT = 30.0
 class Ledger:
     """Appends events of one run. No method raises because of the database, and none waits for it without a deadline.
 
-    `trouble` is why the database does not take events just now, or empty.
+    `trouble` is why the database does not take events just now, or empty. With `most_bytes` a journal that grows larger
+    becomes `former(journal)`, in the place of the one before; while the database lacks events of it only when it is
+    four times as large.
     """
 
-    def __init__(self, uri: str, journal: Path, *, longest_wait: float = LONGEST_WAIT) -> None:
+    def __init__(
+        self, uri: str, journal: Path, *, longest_wait: float = LONGEST_WAIT, most_bytes: int | None = None
+    ) -> None:
         self.trouble = ""
+        self._most_bytes = most_bytes
         self._drain = _Drain(uri, journal)
         self._journal = journal
         self._longest_wait = longest_wait
@@ -83,6 +89,8 @@ class Ledger:
     def _write_down(self) -> bool:
         if not self._unwritten:
             return True
+        if self._most_bytes is not None:
+            self._turn(self._most_bytes)
         try:
             jsonl.append(self._journal, self._unwritten, sync=True)
         except OSError as error:
@@ -90,6 +98,14 @@ class Ledger:
             return False
         self._unwritten.clear()
         return True
+
+    def _turn(self, most_bytes: int) -> None:
+        """Begin a new journal where this one is too large. What fails here is tried again after the next event."""
+        with contextlib.suppress(OSError):
+            size = self._journal.stat().st_size
+            if size > most_bytes * (1 if self._drain.reached >= size else 4):
+                self._journal.replace(former(self._journal))
+                self._drain.begin_anew()
 
     def _run(self) -> None:
         failures = 0
@@ -124,6 +140,11 @@ class Ledger:
         if written:
             self.trouble = ""
         return written
+
+
+def former(journal: Path) -> Path:
+    """The journal before this one, where one has a limit: `events.1.jsonl`."""
+    return journal.with_name(f"{journal.stem}.1{journal.suffix}")
 
 
 def events(
@@ -169,6 +190,15 @@ class _Drain:
         self._mark = journal.with_name(f"{journal.name}.drained")
         self._ledger = hashlib.sha256(uri.encode()).hexdigest()[:16]
         self._engine: Engine | None = None
+
+    @property
+    def reached(self) -> int:
+        """How many bytes of the journal the database has."""
+        return self._read_mark().offset
+
+    def begin_anew(self) -> None:
+        """The journal is a new one."""
+        self._mark.unlink(missing_ok=True)
 
     def run(self) -> None:
         from everstep.host import event_table

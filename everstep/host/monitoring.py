@@ -51,6 +51,7 @@ OPTIONS: dict[str, type[str] | type[int] | type[float]] = {
 
 REMEDIES_SECONDS = 30.0
 NEWEST_BYTES = 16 << 20
+JOURNAL_BYTES = 64 << 20
 
 
 def watch(job: MonitorJob, tell: Tell = lambda _: None) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def _monitor(job: MonitorJob, tell: Tell) -> Iterator[tuple[Monitor, "_Past"]]:
         watching = Watch(follower, Trainings(Path(job.local)) if job.local else None)
         writer = Writer(
             Telemetry(Path(job.folder), node, disk_bytes=int(job.disk_gb * 1e9)),
-            Ledger(uri, home / "events.jsonl"),
+            Ledger(uri, home / "events.jsonl", most_bytes=JOURNAL_BYTES),
             exporter,
             textfile=Path(job.textfile) if job.textfile else None,
             place_file=home / "monitor.json" if kernel else None,
@@ -209,14 +210,11 @@ class _Past:
 def _before(journal: Path) -> list[Event]:
     """The events of earlier monitors of this node."""
     found = []
-    try:
-        for row in jsonl.read(journal, NEWEST_BYTES):
-            try:
-                found.append(Event.parse(json.dumps(row), str(journal.parent), journal.name))
-            except Damaged:
-                continue
-    except OSError:
-        return []
+    with suppress(OSError):
+        for path in (ledgers.former(journal), journal):
+            for row in jsonl.read(path, NEWEST_BYTES):
+                with suppress(Damaged):
+                    found.append(Event.parse(json.dumps(row), str(path.parent), path.name))
     return found
 
 

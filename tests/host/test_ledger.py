@@ -14,7 +14,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from everstep.core.ledger import Event
 from everstep.host import event_table
-from everstep.host.ledger import BATCH, Ledger, event_id, events
+from everstep.host.ledger import BATCH, Ledger, event_id, events, former
 from everstep.store import jsonl
 
 
@@ -50,6 +50,29 @@ def test_an_event_comes_back_as_it_was(uri: str, journal: Path) -> None:
     assert ledger.close(10)
     assert events(uri) == [first]
     assert list(jsonl.read(journal)) == [first.model_dump(mode="json")]
+
+
+def test_a_journal_with_a_limit_makes_room_and_the_database_has_all(uri: str, journal: Path) -> None:
+    ledger = Ledger(uri, journal, most_bytes=4000)
+    for number in range(100):
+        ledger.append(event(number))
+        assert ledger.flush(10)
+    assert ledger.close(10)
+    assert written(uri) == [f"{number:06d}" for number in range(100)]
+    assert sum(one.stat().st_size for one in (journal, former(journal))) < 2 * 4500
+    kept = [row["id"] for one in (former(journal), journal) for row in jsonl.read(one)]
+    assert kept == [f"{number:06d}" for number in range(100 - len(kept), 100)]
+
+
+def test_a_journal_with_a_limit_waits_for_the_database_but_not_for_ever(tmp_path: Path, journal: Path) -> None:
+    (tmp_path / "db").write_text("a file where a folder is needed")
+    ledger = Ledger(f"sqlite:///{tmp_path / 'db' / 'ledger.db'}", journal, most_bytes=4000)
+    for number in range(200):
+        ledger.append(event(number))
+    assert not ledger.close(0.1)
+    sizes = [one.stat().st_size for one in (former(journal), journal)]
+    assert 16_000 < sizes[0] < 17_000
+    assert sizes[1] > 0
 
 
 def test_the_reader_selects(uri: str, journal: Path) -> None:
