@@ -22,20 +22,12 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
         )
 
 
-def _group(item) -> str:
-    """Of each group at least one test is run: of a file of drills or flows, else of the cases of one test."""
-    is_whole_file = {"drills", "flows"} & set(item.path.parts)
-    return item.nodeid.partition("::")[0] if is_whole_file else item.nodeid.partition("[")[0]
-
-
 def pytest_collection_modifyitems(config, items) -> None:
     """Of the tests that take long, half a minute each, a sample is run."""
     if sampling.is_whole(os.environ, config.args):
         return
-    long = {
-        item.nodeid: _group(item) for item in items if DRILLS in item.path.parents or item.get_closest_marker("sampled")
-    }
-    left_out = long.keys() - sampling.sample(long, sampling.seed(), folder=long.__getitem__)
+    long = {item.nodeid for item in items if DRILLS in item.path.parents or item.get_closest_marker("sampled")}
+    left_out = long - sampling.sample(long, sampling.seed(), folder=lambda name: name.partition("::")[0])
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]

@@ -360,6 +360,7 @@ def test_a_suite_may_be_about_tensors_text_and_chosen_files(data):
     assert one.validations[0].rows == 4
 
 
+@pytest.mark.sampled
 def test_two_validations_at_once_never_see_each_others_data(tmp_path):
     """BC-132."""
     folders = {"nulls": tmp_path / "nulls", "clean": tmp_path / "clean"}
@@ -454,6 +455,7 @@ class Run:
         return result
 
 
+@pytest.mark.sampled
 def test_a_verdict_is_paid_for_once(tmp_path, data):
     """A restart asks nobody, and neither does another run on the same data; other data or bounds are judged anew."""
     write_all_formats(data)
@@ -493,6 +495,7 @@ def test_a_verdict_depends_on_data_bounds_and_suite():
     assert gate.key("data", DataGate(suite="elsewhere/a.json"), "{}") == keys[3], "where a suite lies does not count"
 
 
+@pytest.mark.sampled
 def test_a_closed_gate_says_so_and_is_not_remembered_as_open(tmp_path, data):
     frame().to_csv(data / "a.csv", index=False)
     empty(data)

@@ -46,6 +46,7 @@ def test_without_a_gpu_it_says_so_in_a_sentence_and_nothing_has_passed(tmp_path)
     assert set(checks) == {"sweeps", "layouts", "digits killed", "byte_gpt killed", "saves"}
 
 
+@pytest.mark.sampled
 @pytest.mark.timeout(PATIENCE + 120)
 def test_on_a_stand_in_and_the_cpu_all_is_measured_but_cuda(tmp_path):
     fake = nvml.node(tmp_path, 2)
@@ -69,6 +70,7 @@ def test_on_a_stand_in_and_the_cpu_all_is_measured_but_cuda(tmp_path):
     trace.close()
 
 
+@pytest.mark.sampled
 def test_a_driver_that_differs_from_the_stand_in_is_told(tmp_path):
     fake = nvml.node(tmp_path, 1)
     code = f"import json, sys; sys.path.insert(0, {str(ROOT / 'tests' / 'gpu')!r})\n"
