@@ -230,6 +230,7 @@ def _settled(client: Any, name: str, turn: Turn) -> _Seen:
     turn.check()
     taken_over = last.taken_over or not last.done
     _apply(client, name, last)
+    faults.point("promote.before_done")
     _note(client, name, seen.ticket, last.model_copy(update={"done": True, "taken_over": taken_over}))
     return _look(client, name)
 
