@@ -67,7 +67,7 @@ def live(folder: Path, rank: int, port: int, fd: int, rounds: int) -> None:
         threads=1, run_dir=str(folder), local_dir=str(folder), parent_pid=0,
     )  # fmt: skip
     ranks = Ranks.join(spec, torch.device("cpu"))
-    ways = list(_ways(Rank(spec, 0).say, ranks).items())
+    ways = list(_ways(Rank(spec, 0, None).say, ranks).items())
     gradients = torch.ones(GRADIENTS)
     seconds: dict[str, list[float]] = {name: [] for name, _ in ways}
     for turn in range(-2, rounds):
