@@ -83,7 +83,7 @@ def test_from_a_bucket_to_production_over_a_killed_machine(
     assert calm.code == 0, calm.err
 
     first = machine("hurt")
-    flow = first.start({"point": "train.step_end", "hit": 35, "do": "stop"}, environment=s3_server.env())
+    flow = first.start({"point": "train.step_end", "hit": 39, "do": "stop"}, environment=s3_server.env())
     hurt = mlflow_run.connect(f"sqlite:///{tmp_path / 'hurt.db'}")
     until(lambda: name_of(first))
     name = name_of(first)
