@@ -116,11 +116,13 @@ class Watch:
             self._follower.close()
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        while True:  # the first look at once: what is written from now on is new
             try:
                 self.look()
             except Exception as error:  # noqa: BLE001 - the edge of the thread: it is said, and looked at again
                 self.trouble = f"logs cannot be followed: {type(error).__name__}: {error}"
+            if self._over.wait(LOOK_SECONDS):
+                return
 
 
 class HostWatch:
